@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from demopt.codec.hyperparameters import Codec
     from demopt.core.rules import SGD, AdamW, Lion, Muon, Nesterov, Signum
     from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
-    from demopt.optim.demo import DeMo
+    from demopt.optim.demo import V1, V2, DeMo
     from demopt.optim.local_demo import LocalDeMo
-    from demopt.optim.muon import muon_adamw
-    from demopt.optim.param_groups import V1, V2, muon_groups
+    from demopt.optim.muon import muon_adamw, muon_groups
     from demopt.parallel import broadcast_buffers, unsync
     from demopt.replicator.replicator import Stats
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.sampler import RunSampler
-    from demopt.state.reshard import reshard
+    from demopt.state import reshard
     from demopt.unequal import fit_batches
 
 __all__ = [
@@ -55,15 +54,14 @@ _HOMES = {  # where each name is defined
     "codec.hyperparameters": ("Codec",),
     "core.rules": ("SGD", "AdamW", "Lion", "Muon", "Nesterov", "Signum"),
     "errors": ("DemoptError", "DriftError", "ExchangeError", "MessageError", "SettingsError"),
-    "optim.demo": ("DeMo",),
+    "optim.demo": ("V1", "V2", "DeMo"),
     "optim.local_demo": ("LocalDeMo",),
-    "optim.muon": ("muon_adamw",),
-    "optim.param_groups": ("V1", "V2", "muon_groups"),
+    "optim.muon": ("muon_adamw", "muon_groups"),
     "parallel": ("broadcast_buffers", "unsync"),
     "replicator.replicator": ("Stats",),
     "runs.exchange": ("FolderExchange",),
     "runs.sampler": ("RunSampler",),
-    "state.reshard": ("reshard",),
+    "state": ("reshard",),
     "unequal": ("fit_batches",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

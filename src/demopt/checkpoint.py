@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.state.reshard import StateDict, shares
-from demopt.state.saved import among, own_part
+from demopt.state import StateDict, among, own_part, shares
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import can_connect, resolve
-from demopt.optim.models import remember
+from demopt.optim.mistakes import remember
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in

@@ -35,12 +35,6 @@ def _uncounted(threads: Threads, combine: Callable[[Threads], None] = Threads._c
         combine(threads)
 
 
-def _muon_groups(params: list[Parameter]) -> list[dict[str, Any]]:
-    matrices = [p for p in params[2:] if p.dim() == 2]
-    rest = [*params[:2], *(p for p in params if p.dim() == 1)]
-    return [{"params": matrices, "update": "muon"}, {"params": rest, "update": "adamw"}]
-
-
 def _adamw(params: list[Parameter], _: Any = None) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, foreach=True)
 
@@ -49,8 +43,19 @@ def _demo(params: list[Parameter], group: Exchange) -> torch.optim.Optimizer:
     return demopt.DeMo(params, process_group=group)
 
 
+def _muon(params: list[Parameter], group: Exchange) -> torch.optim.Optimizer:
+    matrices = [p for p in params[2:] if p.dim() == 2]
+    rest = [*params[:2], *(p for p in params if p.dim() == 1)]
+    groups = [{"params": matrices, "update": "muon"}, {"params": rest, "update": "adamw"}]
+    return demopt.DeMo(groups, process_group=group)
+
+
 def _local(params: list[Parameter], group: Exchange) -> torch.optim.Optimizer:
     return demopt.LocalDeMo(_adamw(params), sync_every=2, route="gather", process_group=group)
+
+
+def _owner(params: list[Parameter], group: Exchange) -> torch.optim.Optimizer:
+    return demopt.LocalDeMo(torch.optim.SGD(params, lr=0.1), sync_every=1, route="owner", process_group=group)
 
 
 NOTHING = "nothing"
@@ -62,17 +67,11 @@ METHODS: dict[str, tuple[Callable[..., torch.optim.Optimizer], int, torch.dtype,
     "AdamW": (_adamw, 2, torch.float32, NOTHING, 0, 0),  # others are compared with it
     "DeMo signum": (_demo, 2, torch.float32, NOTHING, 134, 2),
     "DeMo bfloat16": (_demo, 2, torch.bfloat16, NOTHING, 152, 2),
-    "DeMo muon": (
-        lambda params, group: demopt.DeMo(_muon_groups(params), process_group=group), 2, torch.float32, NOTHING, 369, 2
-    ),
+    "DeMo muon": (_muon, 2, torch.float32, NOTHING, 369, 2),
     "LocalDeMo step": (_local, 2, torch.float32, "AdamW", 0, 0),
     "LocalDeMo round": (_local, 3, torch.float32, "AdamW", 131, 2),
-    "LocalDeMo round, owner": (
-        lambda params, group: demopt.LocalDeMo(
-            torch.optim.SGD(params, lr=0.1), sync_every=1, route="owner", process_group=group
-        ), 2, torch.float32, NOTHING, 220, 3,
-    ),
-}  # fmt: skip
+    "LocalDeMo round, owner": (_owner, 3, torch.float32, NOTHING, 220, 3),
+}
 
 
 def count(rank: int, world_size: int, name: str) -> dict[str, int]:

@@ -11,7 +11,9 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
+from problems import fingerprints as advance
 
+__all__ = ["advance"]
 SHAPES = [(32, 16), (17, 19), (20,)]
 OWNERS = "LocalDeMo with owners"  # which keep errors of their own
 KINDS = ["DeMo", "LocalDeMo", OWNERS]
@@ -22,28 +24,22 @@ def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = 
     parameters = parameters or problems.parameters(shapes)
     if kind == "DeMo":
         return DeMo(parameters, **{**problems.SMALL, "update": "nesterov", **more})
-    inner = torch.optim.AdamW(parameters, lr=0.01)
+    inner = problems.ADAMW(parameters)
     more = {"sync_every": 3, "outer_momentum": 0.5, **more}
     if kind == OWNERS:  # small chunks: every rank owns some, and most parameters have several owners
         return LocalDeMo(inner, chunk=4, **{"route": "owner", **more})
     return LocalDeMo(inner, top_k=24, chunk=16, **more)
 
 
-def advance(optimizer: Any, steps: range, rank: int) -> None:
-    parameters = problems.all_parameters(optimizer)
-    for step in steps:
-        problems.set_gradients(parameters, step, rank)
-        optimizer.step()
+def shown(optimizer: Any) -> Any:
+    """The context in which the model has the global weights; saving between two rounds warns of nothing there."""
+    return optimizer.shared() if isinstance(optimizer, LocalDeMo) else contextlib.nullcontext()
 
 
-def loaded(old: Any, kind: str, load: Callable[[Any], None], **more: Any) -> Any:
+def loaded(old: Any, kind: str, load: Callable[[Any], None]) -> Any:
     """A fresh optimizer over copies of the parameters (of LocalDeMo: of the global ones), into which `load` loads."""
-    if kind != "DeMo":
-        with old.shared():
-            twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]
-    else:
-        twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]
-    new = build(kind, parameters=twins, **more)
+    with shown(old):
+        new = build(kind, parameters=problems.twins(old))
     load(new)
     return new
 
@@ -51,20 +47,17 @@ def loaded(old: Any, kind: str, load: Callable[[Any], None], **more: Any) -> Any
 def end(optimizer: Any, rank: int) -> tuple[list[Tensor], int]:
     """Parameters and fingerprint after four more steps."""
     advance(optimizer, range(5, 9), rank)
-    return [p.detach().clone() for p in problems.all_parameters(optimizer)], optimizer.fingerprint()
+    return problems.values(optimizer), optimizer.fingerprint()
 
 
 def saved(optimizer: Any) -> dict[str, Any]:
-    """The state dict; of LocalDeMo between two rounds, without its warning."""
-    if isinstance(optimizer, LocalDeMo):
-        with optimizer.shared():
-            return optimizer.state_dict()
-    return optimizer.state_dict()
+    with shown(optimizer):
+        return optimizer.state_dict()  # type: ignore[no-any-return]
 
 
 def consolidate(optimizer: Any, to: int = 0) -> None:
     warnings.filterwarnings("ignore", message=r"rank \d received .* bytes of states")  # until the end of the test
-    with optimizer.shared() if isinstance(optimizer, LocalDeMo) else contextlib.nullcontext():
+    with shown(optimizer):
         optimizer.consolidate_state_dict(to=to)
 
 

@@ -13,8 +13,7 @@ import demopt
 import problems
 import ranks
 from demopt.errors import MessageError
-from demopt.state import saved
-from demopt.state.saved import separated
+from demopt.state import separated
 
 
 def _by_file(rank: int, world_size: int, kind: str) -> tuple[Any, Any]:
@@ -101,7 +100,7 @@ def _takes(exchange: Any, kind: str, state: Any) -> Any:
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.filterwarnings("ignore:the state was saved by")
 def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
+    monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
     if kind == carriers.OWNERS:
         assert all(carriers.owned(mine) for mine, _ in results)
@@ -134,7 +133,7 @@ def _cost(exchange: Any, kind: str, sync_every: int) -> tuple[int, list[int]]:
 def test_consolidation_says_what_it_costs(
     kind: str, sync_every: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "MANY_STEPS", 300)  # the model is small beside the description of its state
+    monkeypatch.setattr("demopt.state.MANY_STEPS", 300)  # the model is small beside the description of its state
     results: list[Any] = []
     told = problems.warned(lambda: results.extend(ranks.threads(_cost, 2, kind, sync_every)))
     (step, mine), (_, theirs) = results

@@ -14,9 +14,8 @@ from torch import Tensor
 import demopt
 import problems
 import ranks
-from demopt import LocalDeMo
 from demopt.exchange import Exchange
-from demopt.state.reshard import shares
+from demopt.state import shares
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
@@ -69,14 +68,13 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before:
 
 def _save_local(exchange: Exchange, skipped: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Saves two steps after a round, which is `skipped` because of rank 0's weights."""
-    parameters = problems.parameters(problems.FEW)
-    inner = torch.optim.AdamW(parameters, lr=0.1)
-    optimizer = LocalDeMo(inner, sync_every=4, process_group=exchange, chunk=16, **settings)
-    for step in range(6):
-        problems.set_gradients(parameters, step, exchange.rank)
+    optimizer = problems.local(exchange, inner=problems.ADAMW, sync_every=4, **settings)
+
+    def spoil(step: int) -> None:
         if skipped and step == 3 and exchange.rank == 0:
-            parameters[0].data[0] = torch.inf
-        optimizer.step()
+            problems.all_parameters(optimizer)[0].data[0] = torch.inf
+
+    problems.fingerprints(optimizer, range(6), exchange.rank, spoil)
     with optimizer.shared():
         return optimizer.state_dict()
 
@@ -108,13 +106,12 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
 def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
     whole, other = _states(2)
     later = {n: {**entry, "step": entry["step"] + 1} for n, entry in other["state"].items()}
-    with pytest.raises(ValueError, match="rank 0 and rank 1 are of different models or steps"):
-        demopt.reshard([whole, {**other, "state": later}], 3)
-    with pytest.raises(ValueError, match="was saved by rank 1; give the states of all ranks in the order"):
-        demopt.reshard([other, whole], 1)
-    with pytest.raises(ValueError, match=r"1 states came, and states\[0\] was saved by one of 2 ranks"):
-        demopt.reshard([whole], 3)
-    with pytest.raises(ValueError, match="there are no states"):
-        demopt.reshard([], 1)
-    with pytest.raises(ValueError, match="world_size is 0"):
-        demopt.reshard([whole], 0)
+    for states, ranks_now, says in (
+        ([whole, {**other, "state": later}], 3, "rank 0 and rank 1 are of different models or steps"),
+        ([other, whole], 1, "was saved by rank 1; give the states of all ranks in the order"),
+        ([whole], 3, r"1 states came, and states\[0\] was saved by one of 2 ranks"),
+        ([], 1, "there are no states"),
+        ([whole], 0, "world_size is 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            demopt.reshard(states, ranks_now)

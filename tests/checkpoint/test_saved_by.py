@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import problems
 import ranks
 from demopt import LocalDeMo
-from demopt.state.saved import unmarked
+from demopt.state import unmarked
 
 
 def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[str]]:

@@ -190,39 +190,34 @@ def test_gloo_listens_where_peers_reach_it(
     assert bool(remedy) == bool(elsewhere)
 
 
-def test_a_known_fault_is_told_once_and_the_links_are_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    named(monkeypatch, "127.0.1.1")
-    monkeypatch.setattr(peers, "own_address", lambda peers: peers[0])
-    both = [Pair("10.0.0.1", "10.0.0.2", "b", 1.0, 1.2e10), Pair("10.0.0.2", "10.0.0.1", "a", 1.0, 1.3e10)]
-    monkeypatch.setattr(peers, "measure_pairs", lambda *_: both)
-    assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=free_port()) == 1
-    told = capsys.readouterr().out
-    assert told.count("FIX ") == 1
-    assert "1 to fix" in told
-    assert "--bandwidth 12.0Gbit" in told
+BOTH = ("10.0.0.1", "10.0.0.2"), ("10.0.0.2", "10.0.0.1")
 
 
-def test_taken_port_of_the_first_machine_ends_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("own", "ways", "told"),
+    [
+        # a known fault is told once, and the links are measured
+        ("127.0.1.1", [Pair(*BOTH[0], "b", 1.0, 1.2e10), Pair(*BOTH[1], "a", 1.0, 1.3e10)], "--bandwidth 12.0Gbit"),
+        (
+            "10.0.0.1",  # unlike versions, and the plan to make for the slowest pair
+            [Pair(*BOTH[0], "b", 50.0, 1e8, unlike="torch 2.12.0"), Pair(*BOTH[1], "a", 40.0, 9e7)],
+            "--workers 2 --bandwidth 90.00Mbit --latency 50.00\n",
+        ),
+        ("10.0.0.1", None, "the links are measured when the port is free"),  # a taken port of the first machine ends it
+    ],
+    ids=["known fault", "unlike", "taken port"],
+)
+def test_doctor_tells_faults_and_the_plan_to_make(
+    own: str, ways: list[Pair] | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named(monkeypatch, "10.0.0.1")
+    named(monkeypatch, own)
     monkeypatch.setattr(peers, "own_address", lambda peers: peers[0])
-    monkeypatch.setattr(peers, "measure_pairs", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(peers, "measure_pairs", lambda *_: ways if ways else pytest.fail("measured"))
     with socket.create_server(("", 0)) as taken:
-        assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=taken.getsockname()[1]) == 1
-    assert "the links are measured when the port is free" in capsys.readouterr().out
-
-
-def test_doctor_shows_unlike_versions_and_the_plan_to_make_for_the_slowest_pair(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    named(monkeypatch, "10.0.0.1")
-    one = Pair("10.0.0.1", "10.0.0.2", "b", 50.0, 1e8, unlike="torch 2.12.0")
-    monkeypatch.setattr(peers, "own_address", lambda peers: peers[0])
-    monkeypatch.setattr(peers, "measure_pairs", lambda *_: [one, Pair("10.0.0.2", "10.0.0.1", "a", 40.0, 9e7)])
-    assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=free_port()) == 1
-    told = capsys.readouterr().out
-    assert "it has torch 2.12.0: install the same version there" in told
-    assert "--workers 2 --bandwidth 90.00Mbit --latency 50.00\n" in told
+        port = free_port() if ways else taken.getsockname()[1]
+        assert doctor(peers=[*BOTH[0]], port=port) == 1
+    shown = capsys.readouterr().out
+    assert told in shown
+    if ways:
+        assert shown.count("FIX ") == 1 or ways[0].unlike
+        assert "it has torch 2.12.0: install the same version there" in shown or not ways[0].unlike

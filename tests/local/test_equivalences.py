@@ -1,6 +1,7 @@
 """LocalDeMo and DeMo under named settings are the published methods, each written here as its paper has it.
 
-A reader who knows one of these methods sees which settings of demopt are that method. W = 3 ranks, float64.
+A reader who knows one of these methods sees which settings of demopt are that method. W = 3 ranks, float64. And
+LocalDeMo under all its settings is the literal round of `oracles.local`.
 """
 
 import copy
@@ -19,6 +20,8 @@ import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange
 from demopt.optim.muon import Float32Muon
+from oracles.local import local_round
+from oracles.reference import zero_momentum
 
 W, H, ROUNDS = 3, 4, 3
 SHAPES = [(32, 16), (17, 19), (20,)]
@@ -49,15 +52,10 @@ def _with_demopt(
 ) -> list[list[Tensor]]:
     """The global weights after each round."""
     parameters = problems.parameters(shapes, dtype=torch.float64)
-    optimizer, found = (
-        LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **settings),
-        [],
-    )
-    for step in range(ROUNDS * every):
-        problems.set_gradients(parameters, step, exchange.rank)
-        optimizer.step()
-        if optimizer.local_steps == 0:
-            found.append([parameter.detach().clone() for parameter in parameters])
+    optimizer = LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **settings)
+    found = []
+    for number in range(ROUNDS):
+        found.append(problems.train(optimizer, range(number * every, (number + 1) * every), exchange.rank).parameters)
     return found
 
 
@@ -167,29 +165,19 @@ def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction: str
 def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign() -> None:
     """The error is then the momentum of version 1, in which gradients come times the learning rate."""
     shapes = [(32, 16), (48, 32)]  # whole chunks: version 1 cuts and counts others differently
-    lr, settings = 0.05, {**demopt.V1, "top_k": 24, "chunk": CHUNK, "values": "float64", "momentum_decay": 0.9}
+    lr, codec = 0.05, {"top_k": 24, "chunk": CHUNK, "values": "float64"}
+    v1 = {**demopt.V1, **codec, "momentum_decay": 0.9, "update": "sgd"}
 
     def run(exchange: Exchange) -> list[list[Tensor]]:
-        parameters = problems.parameters(shapes, dtype=torch.float64)
         # The codec's learning rate is 1 in LocalDeMo: version 1 multiplies by it twice, once on each side of the wire.
-        optimizer = DeMo(parameters, lr=lr, process_group=exchange, **{**settings, "update": "sgd"})
-        found = []
-        for step in range(ROUNDS):
-            problems.set_gradients(parameters, step, exchange.rank)
-            optimizer.step()
-            found.append(problems.values(optimizer))
-        return found
-
-    (expected, *_) = ranks.threads(run, W)
-    same = {"chunk": CHUNK, "top_k": 24, "transform": "dct", "values": "float64", "reduction": "senders"}
+        optimizer = DeMo(problems.parameters(shapes, dtype=torch.float64), lr=lr, process_group=exchange, **v1)
+        return [problems.train(optimizer, [step], exchange.rank).parameters for step in range(ROUNDS)]
 
     def inner(parameters: list[Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=lr)
 
-    for rounds in ranks.threads(_with_demopt, W, inner, shapes, 1, {**same, "error_decay": 0.9, "outer_lr": lr}):
-        for got, want in zip(rounds, expected, strict=True):
-            for tensor, literal in zip(got, want, strict=True):
-                torch.testing.assert_close(tensor, literal, rtol=0, atol=1e-10)
+    settings = {**codec, "transform": "dct", "reduction": "senders", "error_decay": 0.9, "outer_lr": lr}
+    _assert_equal(ranks.threads(run, W)[0], inner, settings, every=1, shapes=shapes)
 
 
 V2_SHAPES = [(64, 64), (70, 130), (90,)]
@@ -219,3 +207,81 @@ def test_demo_with_v2_is_version_2_of_the_paper() -> None:
             torch.testing.assert_close(parameters[number][settled], want[settled], rtol=0, atol=1e-10)
             momentum = oracle.dense(momenta[number], want, literal.groups[0])
             torch.testing.assert_close(momentum, literal.momenta[rank][number], rtol=0, atol=1e-10)
+
+
+# The literal round
+
+
+def _inner(parameters: list[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def _trained(exchange: Exchange, settings: dict[str, Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Parameters and errors after each round."""
+    parameters = problems.parameters(SHAPES, dtype=torch.float64)
+    optimizer = LocalDeMo(_inner(parameters), sync_every=H, process_group=exchange, **settings)
+    group, rounds = optimizer.replicator.groups[0], []
+    for number in range(ROUNDS):
+        history = problems.train(optimizer, range(number * H, (number + 1) * H), exchange.rank)
+        errors = [oracle.dense(error, p, group) for error, p in zip(history.momenta, parameters, strict=True)]
+        rounds.append((history.parameters, errors))
+    return rounds
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({}, {"reduction": "mean"}, {"error_decay": 0.0}, {"values": "2-bit"}),
+        {"top_k": 256, "values": "sign", "reduction": "mean", "error_decay": 1.0},  # the signs of all coefficients
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {
+        "error_decay": 0.5, "outer_lr": 0.9, "top_k": 24, "chunk": CHUNK, "transform": "dct",
+        "reduction": "senders", "values": "float64", **changed,
+    }  # fmt: skip
+    published, expected = Published(_inner, SHAPES), []
+    errors = [[zero_momentum(x, {**settings, "chunking": "padded"}) for x in published.weights] for _ in range(W)]
+    for _ in range(ROUNDS):
+        published.local_steps(H)
+        weights, errors = local_round(
+            [*map(Tensor.detach, published.weights)],
+            [[*map(Tensor.detach, each)] for each in published.local],
+            errors,
+            settings,
+        )
+        torch._foreach_copy_(published.weights, weights)
+        expected.append((published.distribute(), errors))
+    for rank, rounds in enumerate(ranks.threads(_trained, W, settings)):
+        for (parameters, of_rank), (weights, all_errors) in zip(rounds, expected, strict=True):
+            for got, want in zip(parameters + of_rank, weights + all_errors[rank], strict=True):
+                torch.testing.assert_close(got.reshape(want.shape), want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -> None:
+    alone, wrapped = (problems.parameters(SHAPES, dtype=torch.float64) for _ in range(2))
+    inner = problems.ADAMW(alone)
+    everything = {"top_k": 256, "chunk": CHUNK, "values": "float64", "error_decay": 0.0}
+    optimizer = LocalDeMo(problems.ADAMW(wrapped), sync_every=2, delay=delay, **everything)
+    for step in range(6):
+        for parameters, each in ((alone, inner), (wrapped, optimizer)):
+            problems.set_gradients(parameters, step)
+            each.step()
+    optimizer.flush()
+    for got, want in zip(wrapped, alone, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_error_of_signs_of_all_stays_below_one_pseudo_gradient() -> None:
+    """Over 200 rounds of gradients that are noise around a slope: it is not forgotten, and must not grow."""
+    (parameter,) = problems.parameters([(32, 48)])
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, chunk=CHUNK)
+    slope, norms = 0.3 * problems.draw(parameter.shape, 0), []
+    for step in range(200):
+        parameter.grad = slope + problems.draw(parameter.shape, 1, step)
+        optimizer.step()
+        norms.append(float(optimizer.state[parameter]["error"].norm() / parameter.grad.norm()))
+    assert 0.5 < max(norms) < 1

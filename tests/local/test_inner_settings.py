@@ -178,17 +178,6 @@ def test_values_without_a_text_and_equal_ones_of_other_types_stop_no_run(pair: A
     ranks.threads(work, 2)
 
 
-def test_lost_and_added_groups_are_followed() -> None:
-    optimizer = make(None, sync_every=1)
-    train(optimizer, range(1), 0)
-    optimizer.inner[0].add_param_group(
-        {"params": problems.parameters([(3,)]), "d": 2.0, "seen": [0, 1], "norms": torch.zeros(2)}
-    )
-    assert optimizer._inner.facts()["inner param_groups[1]['d']"] == "2.0"
-    train(optimizer, range(1, 3), 0)
-    assert optimizer._inner.facts()["inner param_groups[1]['d']"] == "2.0"
-
-
 # In a folder
 
 

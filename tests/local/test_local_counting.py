@@ -3,7 +3,8 @@
 A round that fails, is skipped or rolled back leaves local weights as they were: optim/local_weights.py has the table.
 
 With a linear rule and no decay, at any time and for each parameter: W times the distance that the global weights have
-moved, plus all errors, plus all pseudo-gradients since the last round, is the sum of all local steps.
+moved, plus all errors, plus all pseudo-gradients since the last round, is the sum of all local steps. With unequal
+samples, each rank's part and the number of ranks are weighted by them.
 """
 
 import copy
@@ -29,7 +30,9 @@ CODECS: dict[str, dict[str, Any]] = {
     "top-k": {"top_k": 12, "values": "2-bit"},
     "signs of all": {"route": "gather"},
     "two-way": {"route": "owner"},
+    "unequal samples": {"route": "gather"},
 }
+SAMPLES = (1, 1), (3, 1)  # of each rank
 ACTIONS = ["step"] * 5
 ACTIONS += ["step with NaN", "fails", "by hand", "roll back", "copy", "load", "regroup", "flush", "frozen"]
 
@@ -38,7 +41,7 @@ class Ledger:
     """One rank's optimizer, and the local steps that it has taken."""
 
     def __init__(self, exchange: Exchange, others: list[list[Exchange]], codec: str, delay: int) -> None:
-        self.codec = codec
+        self.codec, self.place = codec, exchange.rank  # the place among the ranks: regroup may turn it
         self.rank, self.others, self.delay = exchange.rank, others, delay
         self.parameters = problems.parameters(SHAPES, torch.float64)
         self.parameters[-1].requires_grad_(False)  # until an action unfreezes it
@@ -49,11 +52,13 @@ class Ledger:
         self.draws = 0
 
     def made(self, parameters: list[Parameter]) -> LocalDeMo:
-        inner = torch.optim.SGD(parameters, lr=LR)
-        return LocalDeMo(inner, delay=self.delay, process_group=self.link, **SETTINGS, **CODECS[self.codec])
+        inner, samples = torch.optim.SGD(parameters, lr=LR), SAMPLES[self.codec == "unequal samples"][self.rank]
+        more = {**SETTINGS, **CODECS[self.codec], "samples": samples}
+        return LocalDeMo(inner, delay=self.delay, process_group=self.link, **more)
 
-    def new_link(self) -> None:
-        self.link = problems.FailsWhenDue(self.others.pop()[self.rank])
+    def new_link(self, turn: int = 0) -> None:
+        self.place = (self.place + turn) % 2
+        self.link = problems.FailsWhenDue(self.others.pop()[self.place])
 
     def step(self, bad: bool = False) -> None:
         """A step; a rank whose gradient is bad loses its local steps since the last round."""
@@ -109,7 +114,7 @@ class Ledger:
         elif action in ("roll back", "regroup"):
             finite, local = self.finite, problems.values(optimizer)
             if action == "regroup":
-                self.new_link()
+                self.new_link(turn=1)  # owners hand over their errors
                 optimizer.regroup(self.link)
             else:
                 if not replicator.in_flight:
@@ -204,5 +209,38 @@ def test_no_local_step_is_lost_or_counted_twice(seed: int, codec: str, delay: in
                 [part[number] for part in each] for each in (first, second)
             )
             assert torch.equal(moved, same)
-            torch.testing.assert_close(2 * moved + owed + theirs, total + of_theirs, rtol=0, atol=1e-10, msg=str(done))
+            w, v = SAMPLES[codec == "unequal samples"]
+            kept, taken = (w + v) * moved + w * owed + v * theirs, w * total + v * of_theirs
+            torch.testing.assert_close(kept, taken, rtol=0, atol=1e-10, msg=str(done))
     assert any(part.any() for part in one[-1][1])
+
+
+def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once() -> None:
+    def regrouped(exchange: Exchange, fewer: list[Exchange]) -> None:
+        optimizer = problems.two_way(exchange, [(64, 48), (80, 16), (96,), ()], sync_every=2)
+        problems.fingerprints(optimizer, range(4), exchange.rank)
+        if exchange.rank == 2:
+            return
+        before = [{name: value.clone() for name, value in entry.items()} for entry in optimizer.state.values()]
+        assert any(entry["owner_error"].any() for entry in before if "owner_error" in entry)
+        optimizer.regroup(fewer[exchange.rank])
+        optimizer.replicator.wiring()
+        for old, new in zip(before, optimizer.state.values(), strict=True):
+            torch.testing.assert_close(new["error"], problems.unsent(old, world_size=2))  # in means over 2, as before
+
+    ranks.threads(regrouped, 3, Threads(2, 60.0).exchanges)
+
+
+def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
+    optimizer = problems.local(sync_every=2)
+    problems.fingerprints(optimizer, [0])
+    local = problems.values(optimizer)
+    with monkeypatch.context() as broken:
+        broken.setattr("demopt.replicator.replicator.compress", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.extract()
+    optimizer.rollback()
+    with optimizer.shared():
+        optimizer.state_dict()
+    assert problems.same(problems.values(optimizer), local)

@@ -62,7 +62,7 @@ def _grouped(exchange: Exchange, cut: list[list[int]]) -> list[Tensor]:
     parameters = problems.parameters(problems.FEW)
     groups = [{"params": [parameters[number] for number in numbers]} for numbers in cut]
     optimizer = demopt.DeMo(groups, weight_decay=0.1, process_group=exchange, **problems.SMALL)
-    for step in range(3):
+    for step in range(3):  # gradients by the order of all parameters, not that of the groups
         problems.set_gradients(parameters, step, exchange.rank)
         optimizer.step()
     return [p.detach() for p in parameters] + [optimizer.state[p]["momentum"] for p in parameters]

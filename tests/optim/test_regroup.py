@@ -15,11 +15,8 @@ from demopt.exchange import Exchange, SingleRank, Threads
 
 
 def _optimizer(exchange: Exchange, seed: int = 0, **settings: Any) -> DeMo:
-    return DeMo(
-        problems.parameters(problems.FEW, seed=seed),
-        process_group=exchange,
-        **{**problems.SMALL, **settings},
-    )
+    parameters = problems.parameters(problems.FEW, seed=seed)
+    return DeMo(parameters, process_group=exchange, **{**problems.SMALL, **settings})
 
 
 def _regroup(optimizer: DeMo, exchange: Exchange) -> None:
@@ -90,15 +87,11 @@ def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
     fewer = Threads(2, 60.0).exchanges
 
     def in_flight(exchange: Exchange) -> list[int]:
-        parameters, marks = problems.parameters(problems.FEW), list[int]()
-        inner = torch.optim.SGD(parameters, lr=0.1)
-        optimizer = LocalDeMo(inner, sync_every=1, delay=1, process_group=exchange)
+        optimizer, marks = problems.local(exchange, delay=1), list[int]()
         for step in range(7):
             if exchange.rank == 2 and step == 3:
                 return []  # it never sends this message
-            problems.set_gradients(parameters, step, exchange.rank)
-            optimizer.step()
-            marks.append(optimizer.fingerprint())
+            marks += problems.fingerprints(optimizer, [step], exchange.rank)
             if step == 3:
                 sent = optimizer.replicator.round
                 assert sent is not None
@@ -183,10 +176,7 @@ def test_resync_repairs_a_round_refused_by_one_rank() -> None:
 def test_failed_step_leaves_no_loss_scale(local: bool) -> None:
     link = problems.FailsWhenDue(SingleRank())
     link.due = True
-    optimizer: Any = problems.demo(link)
-    if local:
-        inner = torch.optim.SGD(problems.parameters(problems.FEW), lr=0.1)
-        optimizer = LocalDeMo(inner, sync_every=1, process_group=link)
+    optimizer: Any = problems.local(link) if local else problems.demo(link)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
     with pytest.raises(ExchangeError):
         optimizer.step()

@@ -48,18 +48,18 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone() -> None:
 # Detached rounds
 
 
-def _demo(parameter: torch.nn.Parameter, exchange: Exchange) -> DeMo:
-    return DeMo([parameter], lr=0.1, update="sgd", process_group=exchange)
+def _demo(exchange: Exchange) -> DeMo:
+    return problems.demo(exchange, [(20, 12)], lr=0.1, update="sgd")
 
 
-def _local(parameter: torch.nn.Parameter, exchange: Exchange) -> LocalDeMo:
-    return LocalDeMo(torch.optim.SGD([parameter], lr=0.5), sync_every=2, top_k=4, process_group=exchange)
+def _local(exchange: Exchange) -> LocalDeMo:
+    return problems.local(exchange, [(20, 12)], sync_every=2, top_k=4)
 
 
 def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> tuple[Any, torch.nn.Parameter]:
-    (parameter,) = problems.parameters([(20, 12)])
+    optimizer = make(exchange)
+    (parameter,) = problems.all_parameters(optimizer)
     parameter.grad = problems.draw((20, 12), seed)
-    optimizer = make(parameter, exchange)
     if isinstance(optimizer, LocalDeMo):
         optimizer.local_step()
     return optimizer, parameter
@@ -128,9 +128,7 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
 
 
 def test_round_in_the_background_cannot_be_detached() -> None:
-    parameter = torch.nn.Parameter(torch.ones(4, 4))
-    inner = torch.optim.SGD([parameter], lr=0.1)
-    optimizer = LocalDeMo(inner, delay=1, process_group=SingleRank())
+    optimizer = problems.local(SingleRank(), delay=1)
     optimizer.extract()
     with pytest.raises(ValueError, match="delay=0"):
         optimizer.replicator.detach_round()

@@ -50,41 +50,6 @@ class Collectives(TorchDispatchMode):
 # DistributedDataParallel
 
 
-def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str], int, list[str]]:
-    """The collectives of the last backward pass, the fingerprint after 4 steps of 2 passes each, and the warnings."""
-    model: nn.Module = make()
-    mode = Collectives()
-    if wrap != "plain":
-        with mode:  # whose hooks run under the modes of their construction
-            model = DistributedDataParallel(model, static_graph=wrap == "static graph")
-    if wrap in ("unsync", "static graph", "a loop that turns synchronisation on itself"):
-        assert demopt.unsync(demopt.unsync(model)) is model
-    optimizer, said = problems.optimizer_of(kind, model.parameters()), list[str]()
-    for step in range(4):
-        optimizer.zero_grad()
-        with getattr(model if wrap != "static graph" else None, "no_sync", contextlib.nullcontext)():
-            backward(model, rank, step, 0)
-        if wrap == "a loop that turns synchronisation on itself":
-            model.require_backward_grad_sync = True
-        mode.found.clear()
-        with mode:
-            backward(model, rank, step, 1)
-        said += problems.warned(optimizer.step)
-    return mode.found, optimizer.fingerprint(), said
-
-
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-@pytest.mark.parametrize("wrap", ["unsync", "static graph", "a loop that turns synchronisation on itself"])
-def test_unsync_makes_ddp_the_plain_model(wrap: str, kind: str) -> None:
-    plain = ranks.run(_ddp, 2, "plain", kind)
-    unsynced = ranks.run(_ddp, 2, wrap, kind)
-    assert unsynced[0][1] == unsynced[1][1] == plain[0][1]
-    assert [(found["c10d::allreduce_"], said) for found, _, said in unsynced] == [(0, [])] * 2
-
-
-# Every option of DDP that a script may have, with LocalDeMo around Muon and AdamW, which got the wrapped model
-
-
 class Branches(nn.Module):
     """A model with a buffer that changes, and two branches: both, or one of them."""
 
@@ -117,8 +82,11 @@ LOOPS = ("plain", "the flag", "no_sync", "GradScaler", "autocast", "checkpoint o
 COMPILED = ("inside", "outside")
 
 
-def _options(rank: int, world_size: int, how: str | None, loop: str, one_branch: bool) -> tuple[int, int, list[str]]:
-    """The fingerprint after 6 steps of 2 passes, the collectives of DDP since the first step, and the warnings."""
+def _options(rank: int, world_size: int, how: str | None, loop: str, kind: str) -> tuple[int, int, list[str]]:
+    """The fingerprint after 6 steps of 2 passes, the collectives of DDP since the first step, and the warnings.
+
+    Of an optimizer that got the wrapped model.
+    """
     model: Any = Branches()
     mode, options, said = Collectives(), WRAPS.get(how or "", {}), list[str]()
     if how == "inside":
@@ -126,11 +94,13 @@ def _options(rank: int, world_size: int, how: str | None, loop: str, one_branch:
     if how is not None:
         with mode, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            model = demopt.unsync(DistributedDataParallel(model, **options))
+            model = DistributedDataParallel(model, **options)
+            model = model if how == "synchronised" else demopt.unsync(demopt.unsync(model))
     if how == "outside":
         model = torch.compile(model, backend="eager")
     wrapped = how is not None
-    optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
+    optimizer: Any = demopt.DeMo(demopt.muon_groups(model, lr=0.02)) if kind == "DeMo" else None
+    optimizer = optimizer or demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=loop == "GradScaler")
     for step in range(6):
         optimizer.zero_grad()
@@ -145,7 +115,7 @@ def _options(rank: int, world_size: int, how: str | None, loop: str, one_branch:
                 model.no_sync() if quiet else contextlib.nullcontext(),
                 torch.autocast("cpu", torch.bfloat16, enabled=loop == "autocast"),
             ):
-                branches = 1 + step % 2 if one_branch else 3
+                branches = 1 + step % 2 if kind == "one branch" else 3
                 loss = model(problems.draw((5, 16), rank, step, part), branches).float().square().sum(1).sqrt().mean()
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -159,57 +129,63 @@ def _options(rank: int, world_size: int, how: str | None, loop: str, one_branch:
 
 
 @pytest.mark.parametrize(
-    ("how", "loop"),
+    ("how", "loop", "kind"),
     [
-        *((how, loop) for how in (*WRAPS, *COMPILED) for loop in LOOPS[: 1 + (how != "static graph")]),
-        *(("defaults", loop) for loop in LOOPS[2:]),
+        *((how, loop, "LocalDeMo") for how in (*WRAPS, *COMPILED) for loop in LOOPS[: 1 + (how != "static graph")]),
+        *(("defaults", loop, "LocalDeMo") for loop in LOOPS[2:]),
+        *(("unused parameters", loop, "one branch") for loop in LOOPS[:2]),
+        *((how, "plain", "DeMo") for how in ("defaults", "static graph")),
+        ("defaults", "the flag", "DeMo"),
     ],
 )
-def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(how: str, loop: str) -> None:
-    one_branch = how == "unused parameters"
-    plain, found = (ranks.run(_options, 2, each, loop, one_branch) for each in (None, how))
+def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(how: str, loop: str, kind: str) -> None:
+    plain, found = (ranks.run(_options, 2, each, loop, kind) for each in (None, how))
     assert found[0][0] == found[1][0] == plain[0][0]
     assert [said for *_, said in found] == [[], []]
-    bits_of_unused = (
-        5 if (how, loop) == ("unused parameters", "the flag") else 0
-    )  # DDP's, one a parameter, in each step
+    bits_of_unused = 5 * ((how, loop) == ("unused parameters", "the flag"))  # DDP's, one a parameter, in each step
     assert [sent for _, sent, _ in found] == [bits_of_unused] * 2
 
 
 def test_ddp_without_unsync_sends_gradients_and_causes_a_warning() -> None:
-    for rank, (found, _, said) in enumerate(ranks.run(_ddp, 2, "ddp", "DeMo")):
-        assert found["c10d::allreduce_"] >= 1
+    for rank, (_, sent, said) in enumerate(ranks.run(_options, 2, "synchronised", "plain", "DeMo")):
+        assert sent >= 5
         assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
-
-
-def _hooked(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(make())
-    model.register_comm_hook(None, noop_hook)
-    demopt.unsync(model)
-
-
-def test_unsync_refuses_ddp_with_a_hook_of_the_users() -> None:
-    with pytest.raises(ValueError, match="has a communication hook already"):
-        ranks.run(_hooked, 1)
 
 
 def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
     """The error about a model whose second half unsync cannot change, and whether the first half stays as it was."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
-    half = replicate(make()) if kind == "replicate" else replicate_with_fsdp(make(), mesh=mesh)
+    mesh, half = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",)), make()
+    if kind == "a hook":
+        half = DistributedDataParallel(half)
+        half.register_comm_hook(None, noop_hook)
+    else:
+        half = replicate(half) if kind == "replicate" else replicate_with_fsdp(half, mesh=mesh)
     model = nn.Sequential(DistributedDataParallel(make()), half)
     try:
         demopt.unsync(model)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return str(error), model[0].require_backward_grad_sync  # type: ignore[return-value]
     return "", False
 
 
-@pytest.mark.parametrize("kind", ["replicate", "replicate of FSDP2"])
-def test_unsync_refuses_replicate_and_changes_nothing(kind: str) -> None:
+REFUSED = "the model went through replicate(), which only synchronises; leave that call out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        *((kind, REFUSED) for kind in ("replicate", "replicate of FSDP2")),
+        (
+            "a hook",
+            "this DistributedDataParallel has a communication hook already, which would be lost; make it without",
+        ),
+    ],
+)
+def test_unsync_refuses_what_it_cannot_change(kind: str, says: str) -> None:
+    """Of replicate, before anything has changed."""
     ((text, untouched),) = ranks.run(_refused, 1, kind)
-    assert text == "the model went through replicate(), which only synchronises; leave that call out"
-    assert untouched
+    assert text == says
+    assert untouched or kind == "a hook"
 
 
 # FSDP2

@@ -17,8 +17,8 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan.costs import Call, Model, Plan, exchanged_bytes, make_plan, of_count
-from demopt.plan.network import HOST_SECONDS, LOSS, Link, equal_bandwidth, step_seconds, trips
+from demopt.plan.costs import Model, Plan, exchanged_bytes, make_plan, of_count
+from demopt.plan.network import Case, Link, equal_bandwidth
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -45,24 +45,6 @@ def test_config_of_a_run_gives_both_optimizers_their_settings(command: Any, monk
     assert "DeMo: top-k 32," in shown
     assert "update rule (muon)" in shown
     assert "a round every 3 steps" in command("plan", "--config", file, "--workers", 2, "--sync-every", 3)
-
-
-# Seconds
-
-
-def test_link_takes_bytes_and_round_trips() -> None:
-    far, near = Link(1e9, 0.1), Link(1e9, 0.0)
-    gather, reduce = Call("all_gather", 10_000), Call("all_reduce", 10_000_000, times=2)
-    assert near.seconds([gather], 4) == pytest.approx(8 * 30_000 / 0.96e9 + HOST_SECONDS)
-    assert far.seconds([gather], 4) == pytest.approx(near.seconds([gather], 4) + 2.5 * 3 * 0.05)
-    assert near.seconds([gather], 2) == pytest.approx(2 * 8 * 10_000 / 0.96e9 + HOST_SECONDS)  # one after the other
-    assert near.seconds([reduce], 4) == pytest.approx(2 * (8 * 15_000_000 / 0.96e9 + HOST_SECONDS))
-    assert Link(1e9, 0.0, "nccl").seconds([gather], 2) == pytest.approx(8 * 10_000 / 0.96e9)
-    assert trips(reduce, 4) == 16  # segments of a MiB are fewer: 15
-    assert trips(Call("all_reduce", 100_000_000), 4) == 144
-    assert far.seconds([LOSS], 4) == pytest.approx(6 * 0.05 + HOST_SECONDS, rel=1e-4)
-    both = [gather, Call("all_to_all", 8_000)]
-    assert far.seconds(both, 4) == pytest.approx(sum(far.seconds([each], 4) for each in both))
 
 
 # The verdict
@@ -124,25 +106,16 @@ def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command: Any, t
     assert "--backend is 'mpi'" in command("plan", "--params", "1M", "--backend", "mpi", code=2)
 
 
-def test_ddp_hides_the_network_behind_two_thirds_of_computing() -> None:
-    plan = plan_of(of_count("124M"), 4)
-    link, near = Link(1e9, 0.0), Link(1e9, 0.0).seconds([LOSS], 4)
-    network = link.seconds(plan.calls[4]["DDP"], 4)
-    for compute in (0.0, network, 3 * network):
-        seconds = step_seconds(plan, link, compute, 0.0, "DDP", 4)
-        assert seconds == pytest.approx(max(compute, network + compute / 3) + near)
-
-
 @pytest.mark.parametrize("workers", [2, 16])
 def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
     configs = [resolve(TrainConfig(optimizer=optimizer)) for optimizer in ("demo", "local")]
     plan = make_plan(of_count("124M"), *configs, workers=[workers])
-    equal = equal_bandwidth(plan, Link(1e9, 0.0), 2.0, 0.2, workers)
+    case = Case(plan, Link(1e9, 0.0), 2.0, 0.2)
+    equal = equal_bandwidth(case, workers)
     assert equal is not None
-    both = (step_seconds(plan, Link(equal, 0.0), 2.0, 0.2, method, workers) for method in ("DDP bf16", "LocalDeMo"))
-    ddp, ours = both
+    ddp, ours = case.at(equal, workers)
     assert ddp == pytest.approx(ours, rel=1e-3)
-    assert equal_bandwidth(plan, Link(1e9, 0.5), 2.0, 0.2, workers) is None
+    assert equal_bandwidth(Case(plan, Link(1e9, 0.5), 2.0, 0.2), workers) is None
 
 
 @pytest.mark.parametrize(
@@ -201,13 +174,6 @@ def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) 
     planned = exchanged_bytes(calls, world_size)
     for sent, received, message, times in ranks.threads(counted, world_size, way, values):
         assert (sent, received, message, times) == (planned, planned, calls[0].size, len(calls))
-
-
-def test_memory_counts_the_update_rules_state() -> None:
-    for update, moments in (("signum", 0), ("muon", 0), ("lion", 1), ("adamw", 1)):
-        memory, _ = plan_of(of_count("4096"), 2, demo={"update": update}).memory_bytes
-        weights = 4 if update == "adamw" else 0  # a number per chunk
-        assert memory == (1 + moments) * 4 * 4096 + weights
 
 
 def test_plan_of_a_large_model_allocates_nothing() -> None:

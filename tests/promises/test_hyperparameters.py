@@ -16,7 +16,6 @@ from torch.optim import lr_scheduler
 import problems
 from demopt import DeMo, LocalDeMo
 from demopt.codec.hyperparameters import Codec
-from demopt.exchange import SingleRank
 
 
 @pytest.mark.parametrize(
@@ -70,16 +69,12 @@ def test_lr_schedulers_set_the_rate_of_each_step(name: str) -> None:
     assert len(set(rates)) > 1
 
 
-def test_schedulers_of_local_demo_change_its_inner_optimizer_alone() -> None:
-    inner = torch.optim.SGD(problems.parameters(problems.FEW), lr=0.1, momentum=0.9)
-    optimizer = LocalDeMo(inner, sync_every=1, error_decay=0.5, process_group=SingleRank())
+def test_schedulers_that_cycle_momentum_change_that_of_an_inner_optimizer_and_find_none_in_demo() -> None:
+    optimizer = problems.local(inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), error_decay=0.5)
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
-    assert inner.param_groups[0]["momentum"] == 0.95
+    assert optimizer.inner[0].param_groups[0]["momentum"] == 0.95
     assert optimizer.replicator.groups[0]["momentum_decay"] == 0.5
     assert optimizer.replicator.groups[0]["lr"] == 1.0
-
-
-def test_schedulers_that_cycle_momentum_find_none_in_demo() -> None:
     with pytest.raises(ValueError, match="momentum"):
         lr_scheduler.OneCycleLR(problems.demo(), max_lr=0.1, total_steps=6)
 

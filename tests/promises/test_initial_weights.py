@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo
 from demopt.exchange import Exchange
 
 Differ = Callable[[list[Tensor]], object]
@@ -22,7 +21,9 @@ CASES: dict[str, tuple[str, int, Differ]] = {
 }
 
 
-def _train(rank: int, world_size: int, case: str) -> tuple[list[Tensor], list[str], problems.History, problems.History]:
+def _train(
+    rank: int, world_size: int, kind: str, case: str
+) -> tuple[list[Tensor], list[str], problems.History, problems.History]:
     """The weights at the start, the warnings of a first step at lr 0, and what that and two more steps left."""
     parameters = problems.parameters([*problems.FEW, (0,)], torch.bfloat16)
     parameters[2].requires_grad_(False)
@@ -31,19 +32,20 @@ def _train(rank: int, world_size: int, case: str) -> tuple[list[Tensor], list[st
     _, odd, differ = CASES[case]
     if rank == odd:
         differ([parameter.data for parameter in parameters])
-    start = [p.detach().clone() for p in parameters]
-    optimizer = DeMo(parameters, **{**problems.SMALL, "lr": 0.0})
-    problems.set_gradients(parameters, 0, rank)
-    warned = problems.warned(optimizer.step)
-    first = problems.History([optimizer.fingerprint()], problems.values(optimizer), problems.momenta(optimizer))
+    optimizer = problems.optimizer_of(kind, parameters, **({} if kind == "DeMo" else {"sync_every": 1}))
+    optimizer.param_groups[0]["lr"] = 0.0
+    start, found = problems.values(optimizer), []
+    warned = problems.warned(lambda: found.append(problems.train(optimizer, range(1), rank)))
     optimizer.param_groups[0]["lr"] = 0.1
-    return start, warned, first, problems.train(optimizer, range(1, 3), rank)
+    return start, warned, found[0], problems.train(optimizer, range(1, 3), rank)
 
 
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("case", CASES)
-def test_initial_weights_come_from_rank_0_with_a_warning(case: str) -> None:
-    (start, (told,), *histories), *others = ranks.run(_train, 3, case)
-    assert f"of {CASES[case][0]} differ from rank 0's" in told
+def test_initial_weights_come_from_rank_0_with_a_warning(case: str, kind: str) -> None:
+    (start, told, *histories), *others = ranks.run(_train, 3, kind, case)
+    assert f"of {CASES[case][0]} differ from rank 0's" in told[0]
+    assert len(told) == 1
     assert all(warned == [] for _, warned, *_ in others), "once, not once per rank"
     for number, history in enumerate(histories):
         problems.assert_replicas([history, *(of_rank[number] for _, _, *of_rank in others)])

@@ -5,7 +5,7 @@ import torch
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
+from demopt import DeMo
 from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Exchange
 
@@ -30,7 +30,7 @@ def _with_bad_gradient(
     for step in range(4):
         momenta, shared = problems.momenta(optimizer), [each.clone() for each in _shared(optimizer)]
         is_bad = step == bad_step
-        history = problems.train(optimizer, [step], rank, spoil if is_bad and rank in bad_ranks else None)
+        history = problems.train(optimizer, [step], rank, spoil if is_bad and rank in bad_ranks else lambda _: None)
         assert optimizer.stats.skipped == is_bad
         assert problems.same(_shared(optimizer), shared) == is_bad, "a skipped step changes neither weights nor rules"
         assert problems.same(momenta, history.momenta) == (is_bad and rank in bad_ranks)
@@ -69,18 +69,13 @@ def test_nonfinite_gradient_skips_on_all_ranks(
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(kind: str) -> None:
     def work(exchange: Exchange) -> None:
-        parameters = problems.parameters(problems.FEW)
-        inner = torch.optim.SGD(parameters, lr=0.01)
-        optimizer = (
-            DeMo(parameters, process_group=exchange)
-            if kind == "DeMo"
-            else LocalDeMo(inner, sync_every=1, process_group=exchange)
-        )
-        for step in range(60):
-            problems.set_gradients(parameters, step, exchange.rank)
+        optimizer = problems.demo(exchange) if kind == "DeMo" else problems.local(exchange)
+
+        def spoil(step: int) -> None:
             if exchange.rank == 1 and step not in (15, 40):
-                parameters[0].grad.fill_(torch.nan)
-            optimizer.step()
+                problems.all_parameters(optimizer)[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
+
+        problems.fingerprints(optimizer, range(60), exchange.rank, spoil)
 
     told = problems.warned(lambda: ranks.threads(work, 2))
     assert told == [
@@ -143,8 +138,7 @@ def _scaled(
         fingerprints.append(optimizer.fingerprint())
         skipped.append(optimizer.stats.skipped)
         scales.append(scaler.get_scale())
-    history = problems.History(fingerprints, [p.detach() for p in parameters], problems.momenta(optimizer))
-    return history, skipped, scales
+    return problems.History(fingerprints, problems.values(optimizer), problems.momenta(optimizer)), skipped, scales
 
 
 @pytest.mark.parametrize("mode", ["on", "unscale first"])

@@ -1,5 +1,6 @@
 """Ranks with different settings or versions: an error at the first step that names rank and setting."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -92,9 +93,8 @@ def _models() -> dict[str, list[Any]]:
 
 
 def _each_model(rank: int, world_size: int) -> dict[str, SettingsError | None]:
-    plain = {kind: problems.parameters(problems.FEW) for kind in _models()}
-    models = _models() if rank == 1 else plain
-    return {kind: _attempt(DeMo(models[kind], **problems.SMALL), rank) for kind in plain}
+    few = {kind: problems.parameters(problems.FEW) for kind in _models()}
+    return {kind: _attempt(DeMo(of, **problems.SMALL), rank) for kind, of in (_models() if rank == 1 else few).items()}
 
 
 def test_differing_models_are_refused() -> None:
@@ -193,9 +193,8 @@ def _local(rank: int, world_size: int, what: str, at: int, delay: int) -> tuple[
                 optimizer.sync_every = 3
             else:
                 inner.param_groups[1][what] = {"lr": 0.2, "betas": (0.8, 0.95)}[what]
-        problems.set_gradients(parameters, step, rank)
         try:
-            optimizer.step()
+            problems.train(optimizer, [step], rank)
         except SettingsError as error:
             return step, str(error)
     return -1, "nothing"
@@ -222,11 +221,10 @@ def test_inner_settings_are_compared_as_they_are_at_the_first_step() -> None:
     """Rank 0 gets its learning rate after construction."""
 
     def equal_by_then(exchange: Exchange) -> None:
-        parameters, first = problems.parameters(problems.FEW), exchange.rank == 0
-        inner = torch.optim.SGD(parameters, lr=0.1 if first else 1, foreach=first)  # which changes no result
-        optimizer = LocalDeMo(inner, sync_every=1, process_group=exchange)
-        inner.param_groups[0]["lr"] = torch.tensor(1.0) if first else 1
-        problems.set_gradients(parameters, 0, exchange.rank)
-        optimizer.step()
+        first = exchange.rank == 0
+        inner = functools.partial(torch.optim.SGD, lr=0.1 if first else 1, foreach=first)  # which changes no result
+        optimizer = problems.local(exchange, inner=inner)
+        optimizer.param_groups[0]["lr"] = torch.tensor(1.0) if first else 1
+        problems.train(optimizer, range(1), exchange.rank)
 
     ranks.threads(equal_by_then, 2)

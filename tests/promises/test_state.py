@@ -21,14 +21,9 @@ from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
 
 
-def make(dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
-    return problems.demo(dtype=dtype, **more)
-
-
 def onto(state_dict: dict[str, Any], old: DeMo) -> DeMo:
     """A new optimizer over a copy of the old one's parameters, with a state loaded."""
-    twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]
-    new = DeMo(twins, **problems.SMALL)
+    new = DeMo(problems.twins(old), **problems.SMALL)
     new.load_state_dict(state_dict)
     return new
 
@@ -41,25 +36,29 @@ def by_file(old: DeMo) -> DeMo:
     return onto(problems.by_file(old.state_dict()), old)
 
 
-def by_pickle(old: DeMo) -> DeMo:
-    return pickle.loads(pickle.dumps(old))
+CARRIERS = [by_state_dict, by_file, copy.deepcopy, problems.by_pickle]
 
 
-CARRIERS = [by_state_dict, by_file, copy.deepcopy, by_pickle]
+LOCAL = {"global", "error", "outer_velocity", "round", "local_steps", "transform", "saved_by"}
 
 
-def test_state_keys_exist_from_construction() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "keys"),
+    [
+        (problems.demo(shapes=problems.SHAPES), {"momentum", "step", "saved_by"}),
+        (problems.local(shapes=problems.SHAPES, outer_momentum=0.5), LOCAL),
+    ],
+)
+def test_state_keys_exist_from_construction(optimizer: Any, keys: set[str]) -> None:
     """Also for parameters without elements."""
-    optimizer = make(shapes=problems.SHAPES)
-    before = {id(p): set(optimizer.state[p]) for p in problems.all_parameters(optimizer)}
-    assert set(optimizer.state) == set(problems.all_parameters(optimizer))
-    assert all(keys == {"momentum", "step", "saved_by"} for keys in before.values())
-    problems.train(optimizer, range(2))
-    assert {id(p): set(entry) for p, entry in optimizer.state.items()} == before
+    for steps in (0, 2):
+        problems.train(optimizer, range(steps))
+        assert set(optimizer.state) == set(problems.all_parameters(optimizer))
+        assert all(set(entry) == keys for entry in optimizer.state.values())
 
 
 def test_frozen_parameter_has_no_state_until_it_trains() -> None:
-    optimizer = make()
+    optimizer = problems.demo()
     late, quantized = Parameter(torch.ones(16, 16)), Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     late.requires_grad_(False)
     optimizer.add_param_group({"params": [late, quantized]})
@@ -99,7 +98,7 @@ def test_state_resumes_bit_for_bit(
     carrier: Callable[[DeMo], DeMo], dtype: torch.dtype, done: int, settings: dict[str, Any]
 ) -> None:
     """As everywhere in torch, the state's settings replace those of the constructor."""
-    optimizer = make(dtype, **settings)
+    optimizer = problems.demo(dtype=dtype, **settings)
     problems.train(optimizer, range(done))
     resumed = carrier(optimizer)
     kept = [value for entry in resumed.state.values() for value in entry.values()]
@@ -113,11 +112,11 @@ def test_state_resumes_bit_for_bit(
 @pytest.mark.parametrize("carrier", [None, *CARRIERS])
 def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """Another copy of the momentum would not notice that the state was zeroed."""
-    optimizer = make()
+    optimizer = problems.demo()
     problems.train(optimizer, range(2))
     if carrier is not None:
         optimizer = carrier(optimizer)
-    fresh = DeMo([Parameter(p.detach().clone()) for p in problems.all_parameters(optimizer)], **problems.SMALL)
+    fresh = DeMo(problems.twins(optimizer), **problems.SMALL)
     for entry in optimizer.state.values():
         entry["momentum"].zero_()
     for each in (optimizer, fresh):
@@ -130,7 +129,7 @@ def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None)
 @pytest.mark.parametrize("carrier", [None, by_file, copy.deepcopy])
 def test_files_of_an_optimizer_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """Plain pickle of an optimizer must be helped: views pickle their whole storage."""
-    optimizer = make(shapes=[(64, 64)] * 20)
+    optimizer = problems.demo(shapes=[(64, 64)] * 20)
     optimizer = carrier(optimizer) if carrier is not None else optimizer
     file = io.BytesIO()
     torch.save(optimizer, file)
@@ -169,20 +168,13 @@ def test_each_tensor_of_a_state_costs_what_it_holds(kind: str) -> None:
 
 
 def _state_of(exchange: Exchange, kind: str, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
-    parameters = problems.parameters(shapes)
     optimizer: DeMo | LocalDeMo
     if kind in ("DeMo", "adamw"):
-        update = "adamw" if kind == "adamw" else "signum"
-        optimizer = DeMo(parameters, process_group=exchange, **{**problems.SMALL, "update": update})
+        optimizer = problems.demo(exchange, shapes, update="adamw" if kind == "adamw" else "signum")
     else:
-        more: dict[str, Any] = {"owner": {"route": "owner"}, "top-k": {"top_k": 24, "outer_momentum": 0.5}}.get(
-            kind, {}
-        )
-        inner = torch.optim.AdamW(parameters, lr=0.01)
-        optimizer = LocalDeMo(inner, sync_every=1, process_group=exchange, chunk=16, **more)
-    for step in range(2):
-        problems.set_gradients(parameters, step, exchange.rank)
-        optimizer.step()
+        local: dict[str, Any] = {"owner": {"route": "owner"}, "top-k": {"top_k": 24, "outer_momentum": 0.5}}
+        optimizer = problems.local(exchange, shapes, problems.ADAMW, **local.get(kind, {}))
+    problems.train(optimizer, range(2), exchange.rank)
     return optimizer.state_dict()
 
 
@@ -215,23 +207,23 @@ def test_state_of_an_inner_optimizer_for_a_frozen_parameter_loads() -> None:
 
 
 def test_load_state_dict_refuses_another_model() -> None:
-    optimizer = make(shapes=[(32, 16), (20,)])
+    optimizer = problems.demo(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))
     before = problems.momenta(optimizer)
     with pytest.raises(ValueError, match=r"parameter 1.*\[20\].*another"):
-        optimizer.load_state_dict(make(shapes=[(32, 16), (40,)]).state_dict())
+        optimizer.load_state_dict(problems.demo(shapes=[(32, 16), (40,)]).state_dict())
     stranger = torch.optim.SGD([Parameter(torch.zeros(32, 16)), Parameter(torch.zeros(20))], momentum=0.9)
     with pytest.raises(ValueError, match="momentum"):
         optimizer.load_state_dict(stranger.state_dict())
     with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters, this optimizer of \[2\]"):
-        optimizer.load_state_dict(make(shapes=[(32, 16)]).state_dict())
+        optimizer.load_state_dict(problems.demo(shapes=[(32, 16)]).state_dict())
     assert problems.same(problems.momenta(optimizer), before)
     assert int(optimizer.state[problems.all_parameters(optimizer)[0]]["step"]) == 1
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])
 def test_saving_raises_between_extract_and_apply(fill: float) -> None:
-    optimizer = make()
+    optimizer = problems.demo()
     for parameter in problems.all_parameters(optimizer):
         parameter.grad = torch.full_like(parameter, fill)
     message = optimizer.extract()
@@ -248,15 +240,15 @@ def test_optimizer_copies_keep_the_process_group() -> None:
 
 
 def _copied_while_distributed(rank: int, world_size: int) -> list[problems.History]:
-    optimizer = make()
+    optimizer = problems.demo()
     problems.train(optimizer, range(2), rank)
-    copies = [optimizer, copy.deepcopy(optimizer), by_pickle(optimizer)]
+    copies = [optimizer, copy.deepcopy(optimizer), problems.by_pickle(optimizer)]
     return [problems.train(each, range(2, 4), rank) for each in copies]
 
 
 def test_pickle_refuses_a_process_group_that_was_given() -> None:
     with pytest.raises(ValueError, match="an optimizer with a process_group cannot be pickled"):
-        by_pickle(make(exchange=SingleRank()))
+        problems.by_pickle(problems.demo(exchange=SingleRank()))
 
 
 class _Mixed(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Torch's defaults of the process, its dtype, its device and its mode, change no bit of a run."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,37 +23,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "2-bit": {"update": "lion", "values": "2-bit", "reduction": "mean"},
     "muon": {"update": "muon"},
     "identity": {"transform": "identity", "gradient_scale": "lr"},
-    "local": {"inner": True},
-    "local top-k": {"inner": True, "top_k": 24},
-    "local owner": {"inner": True, "route": "owner"},
-    "local later": {"inner": True, "delay": 1, "outer_momentum": 0.5},
+    "local": {},
+    "local top-k": {"top_k": 24},
+    "local owner": {"route": "owner"},
+    "local later": {"delay": 1, "outer_momentum": 0.5},
 }
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _default(name: str, value: Any, before: Any) -> Iterator[None]:
+    getattr(torch, f"set_default_{name}")(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        getattr(torch, f"set_default_{name}")(before)
 
 
-@contextmanager
-def _default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
+DTYPES = ("float64", "bfloat16", "float16")
 DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "float64": lambda: _default_dtype(torch.float64),
-    "bfloat16": lambda: _default_dtype(torch.bfloat16),
-    "float16": lambda: _default_dtype(torch.float16),
-    "meta": lambda: _default_device("meta"),
+    **{name: functools.partial(_default, "dtype", getattr(torch, name), torch.float32) for name in DTYPES},
+    "meta": lambda: _default("device", "meta", None),
     "with cpu": lambda: torch.device("cpu"),
     "inference": torch.inference_mode,
 }
@@ -60,29 +50,31 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> list[Any]:
     """The fingerprint, and the state saved and loaded, of a few steps; under the defaults in each call of demopt's."""
-    settings = dict(KINDS[kind])
+    settings, is_local = dict(KINDS[kind]), kind.startswith("local")
     shapes = [(33, 20), (16, 16)] if settings.get("update") == "muon" else problems.FEW
-    dtypes = [torch.float32] * len(shapes) if settings.get("inner") else [torch.bfloat16] + [torch.float32] * 3
-    parameters = [
-        problems.parameters([shape], dtype, n)[0] for n, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
-    ]
+    parameters = problems.parameters(shapes)
+    if not is_local:
+        parameters[0] = problems.parameters(shapes[:1], torch.bfloat16)[0]
     under = DEFAULTS[defaults] if defaults else torch.no_grad
     for cache in _caches():
         cache.cache_clear()  # constants that other tests have made under no defaults
 
     def make(of: list[Parameter]) -> Any:
         with under() if defaults != "inference" else torch.no_grad():
-            if settings.get("inner"):
-                more = {name: value for name, value in settings.items() if name != "inner"}
+            if is_local:
                 inner = torch.optim.SGD(of, lr=0.1)
-                return LocalDeMo(inner, sync_every=2, process_group=exchange, chunk=16, kernels=kernels, **more)
+                return LocalDeMo(inner, sync_every=2, process_group=exchange, chunk=16, kernels=kernels, **settings)
             return DeMo(of, process_group=exchange, kernels=kernels, **{**problems.SMALL, **settings})
 
     optimizer = make(parameters)
-    for number in range(5):
-        problems.set_gradients(parameters, number, exchange.rank)
-        with under():
-            optimizer.step()
+
+    def train(steps: range) -> None:
+        for number in steps:
+            problems.set_gradients(parameters, number, exchange.rank)
+            with under() if number != 6 else torch.no_grad():
+                optimizer.step()
+
+    train(range(5))
     with under():
         if isinstance(optimizer, LocalDeMo):
             optimizer.flush()
@@ -93,21 +85,14 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
         saved = problems.by_file(optimizer.state_dict(), "cpu")
         optimizer.consolidate_state_dict()
         optimizer.load_state_dict(saved)
-    for number in range(5, 8):
-        problems.set_gradients(parameters, number, exchange.rank)
-        with under() if number != 6 else torch.no_grad():
-            optimizer.step()
+    train(range(5, 8))
     return [optimizer.fingerprint(), optimizer.fingerprint(state=True)]
 
 
 def _caches() -> list[Any]:
-    found = []
-    for name, module in list(sys.modules.items()):
-        if name.startswith("demopt."):
-            found += [
-                each for each in vars(module).values() if hasattr(each, "cache_clear") and each.__name__ != "library"
-            ]
-    return found
+    modules = [module for name, module in sys.modules.items() if name.startswith("demopt.")]
+    found = [each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")]
+    return [each for each in found if each.__name__ != "library"]
 
 
 @pytest.mark.filterwarnings("ignore:the state was saved", "ignore:rank 0 received")
@@ -118,7 +103,7 @@ def test_defaults_of_the_process_change_no_bit(kind: str, kernels: str) -> None:
     expected = ranks.threads(_bits, 2, kind, "torch")
     assert expected[0] == expected[1]
     for defaults in DEFAULTS:
-        if defaults in ("float64", "bfloat16", "float16"):
+        if defaults in DTYPES:
             with DEFAULTS[defaults]():
                 found = ranks.threads(_bits, 2, kind, kernels)
         else:

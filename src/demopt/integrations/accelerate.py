@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.state.reshard import reshard
+from demopt.state import reshard
 
 _registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 

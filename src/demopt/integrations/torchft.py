@@ -25,7 +25,7 @@ from demopt.integrations.quorum import HealExchange, Quorum, QuorumExchange
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round, Stats
-from demopt.state.saved import unmarked
+from demopt.state import unmarked
 from demopt.validation import first_difference
 from demopt.wire.layout import digest
 

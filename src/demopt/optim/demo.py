@@ -14,13 +14,35 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters, check_names, codec_of, plain
 from demopt.core.rules import Rule
-from demopt.optim.models import look_at_models
+from demopt.optim.mistakes import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options
-from demopt.state.saved import check_shapes, consolidated, warn_unless_own
+from demopt.state import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_choice
+
+#: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
+V1: dict[str, Any] = {
+    "top_k": 32,
+    "update": "signum",
+    "momentum_decay": 0.999,
+    "alpha": 1.0,
+    "gradient_scale": "lr",
+    "chunking": "divisor",
+    "codec": Codec(values="float32", reduction="senders"),
+}
+
+#: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of the sent part is subtracted from it.
+V2: dict[str, Any] = {
+    "top_k": 32,
+    "update": "signum",
+    "momentum_decay": 0.995,
+    "alpha": 0.2,
+    "gradient_scale": "ema",
+    "chunking": "padded",
+    "codec": Codec(values="float32", reduction="mean"),
+}
 
 COMMON = ("fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
 

@@ -33,15 +33,14 @@ from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
-from demopt.optim.mistakes import Mistakes
-from demopt.optim.models import look_at_models
+from demopt.optim.mistakes import Mistakes, look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import VaryingExchange, rounds_of
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
-from demopt.state.saved import check_shapes, consolidated, outline, warn_unless_own
+from demopt.state import check_shapes, consolidated, outline, warn_unless_own
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 

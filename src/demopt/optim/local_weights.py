@@ -41,7 +41,7 @@ class LocalWeights:
         self._taken: dict[Tensor, Tensor] = {}  # what `near` returned for the round that is extracted
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
-        self._fresh = True  # no step was taken, and nothing was loaded
+        self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shown`
         self.create()
 
@@ -71,11 +71,6 @@ class LocalWeights:
         return len(wanted) > len(before)
 
     @property
-    def untouched(self) -> bool:
-        """Whether no step was taken, and no state loaded: the weights are those of the model."""
-        return self._fresh
-
-    @property
     def are_apart(self) -> bool:
         """Whether the local weights carry a pseudo-gradient from before the last round."""
         return bool(self.start_of)
@@ -94,14 +89,14 @@ class LocalWeights:
 
     def notice_loaded(self) -> None:
         """Before the first step: global <- local, because weights may have been loaded into the model."""
-        if self._fresh and not self.aside:
+        if self.untouched and not self.aside:
             self._copy(self.global_of.items())
 
     def begin(self) -> None:
         """Before the first step: from then on the global weights move by rounds alone."""
-        if self._fresh:
+        if self.untouched:
             self.notice_loaded()
-            self._fresh = False
+            self.untouched = False
 
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
@@ -207,7 +202,7 @@ class LocalWeights:
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
         self.notice_loaded()
-        self.start_of, self._fresh = {}, False
+        self.start_of, self.untouched = {}, False
         for local, global_weight in self.global_of.items():
             if local not in saved:
                 self._copy([(local, global_weight)])
@@ -225,9 +220,7 @@ class LocalWeights:
 
     def _beside(self) -> dict[Tensor, Tensor]:
         """Returns room for a copy of each local weight that has a global one, where that is."""
-        return {
-            local: like_on(local, to_local(global_weight).device) for local, global_weight in self.global_of.items()
-        }
+        return {local: like_on(local, to_local(weight).device) for local, weight in self.global_of.items()}
 
     def _wide(self, local: Tensor) -> torch.nn.Parameter:
         device = self._state_device or to_local(local).device

@@ -1,11 +1,21 @@
-"""Mistakes of a script around a LocalDeMo that show nowhere else; each is told once, by the rank that speaks."""
+"""Mistakes of a script around an optimizer that show nowhere else; each is told once, by the rank that speaks.
 
+`unsync`, `muon_adamw` and `muon_groups` get a model, and `remember` it; an optimizer looks at those that have its
+parameters in its first step (`look_at_models`). `Mistakes` watches the script around a LocalDeMo.
+"""
+
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from demopt.exchange.process_group import collectives_between
-from demopt.optim.inner import NOT_MOVED
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from demopt.exchange.process_group import collectives_between, resolve
 from demopt.validation import warn
 
 _LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
@@ -15,6 +25,93 @@ _COMMUNICATES = (
     "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
     "nothing is left for rounds to gain. Give its class for a single device (docs/integrations.md#optimizers)"
 )
+NOT_MOVED = (
+    "which rounds do not move: it would pull this rank back to its own weights. Give the optimizer without the copy; "
+    "the mean over the ranks is an average of weights, too"
+)
+_all: "WeakSet[Any]" = WeakSet()  # all DeMo and LocalDeMo
+_change = threading.Lock()  # ranks may be threads
+_models: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()  # and the function that got it
+_told: WeakSet[nn.Module] = WeakSet()  # normalisations whose buffers were warned of
+
+
+def remember(model: nn.Module, function: str) -> None:
+    """Takes note of a model that `function` got; warns of buffers that training changes."""
+    _models[model] = function
+    exchange = resolve(None)
+    if exchange.world_size > 1 and exchange.speaks:
+        _warn_of_statistics(model)
+
+
+def note_optimizer(optimizer: Any) -> None:
+    """Takes note of a DeMo or LocalDeMo, whose parameters are kept equal."""
+    with _change:
+        _all.add(optimizer)
+
+
+def look_at_models(optimizer: Any) -> None:
+    """The checks of an optimizer's first step, by the rank that speaks."""
+    session = optimizer.replicator.session
+    if session.exchange.world_size == 1 or not session.exchange.speaks:
+        return
+    with _change:
+        optimizers = list(_all)
+    kept = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    mine, told = {id(p) for group in optimizer.param_groups for p in group["params"]}, False
+    for model in [each for each in _models if any(id(p) in mine for p in each.parameters())]:
+        _warn_of_statistics(model)
+        left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
+        if left and not told:
+            told, more = True, f" and {len(left) - 1} more" if len(left) > 1 else ""
+            warn(
+                f"parameter {left[0]!r}{more} of the model that went through {_models[model]} can train, but no DeMo "
+                "or LocalDeMo has it: if another optimizer trains it, ranks drift apart. Give it to this optimizer, "
+                "too (demopt.muon_groups makes groups for all), or freeze it with requires_grad_(False)"
+            )
+        if model.training and hasattr(optimizer, "mistakes"):  # else it trains in eval()
+            inside = [each.module for each in model.modules() if isinstance(each, DistributedDataParallel)]
+            for module in (model, *inside):
+                module.register_forward_pre_hook(_LocalWeightsSeen(optimizer))
+
+
+def _warn_of_statistics(model: nn.Module) -> None:
+    """Warns once of running statistics that each rank updates from its own data.
+
+    SyncBatchNorm averages them over the ranks itself; frozen ones do not change.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm)
+        if module.running_mean is not None and module.training and module not in _told
+    }
+    if found:
+        _told.update(found.values())
+        kind = type(next(iter(found.values()))).__name__
+        warn(
+            f"the model has {kind} ({next(iter(found)) or 'itself'}, {len(found)} in all), whose running statistics "
+            "every rank takes from its own data: call demopt.broadcast_buffers(model) on all ranks before evaluating "
+            "or saving, or use SyncBatchNorm, GroupNorm or LayerNorm"
+        )
+
+
+class _LocalWeightsSeen:
+    """A forward pre-hook that warns, once, if a model in eval() runs with the local weights of one rank."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer: Any = weakref.ref(optimizer)
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        if model.training or torch.compiler.is_compiling():  # graphs stay whole
+            return
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.mistakes.look_at_evaluation()
+
+    # Copies, such as the average of an EMA, are not this optimizer's; and whoever loads a pickled model may not have
+    # demopt. So a copy has a hook that returns its inputs: dict.get, of a module that it does not know.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")
 
 
 class Mistakes:
@@ -106,13 +203,6 @@ class Rates:
 
     A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch: that
     scales the rate it finds, and marks the group with `initial_lr`.
-
-    Examples:
-        >>> group = {"lr": 0.015}
-        >>> rates = Rates([group])
-        >>> group["lr"] = 0.002
-        >>> [rates.hint([group]) is not None for _ in range(5)]
-        [False, False, False, True, False]
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:

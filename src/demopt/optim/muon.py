@@ -1,4 +1,7 @@
-"""Muon for matrices and AdamW for the rest, as local optimizers: `muon_adamw`. Needs torch 2.9, which has Muon."""
+"""Muon for matrices and AdamW for the rest: `muon_groups` for DeMo, and `muon_adamw` as LocalDeMo's inner optimizers.
+
+The second needs torch 2.9, which has Muon.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from demopt.core.rules import Muon
+from demopt.core.rules import Muon, Rule
 from demopt.exchange.dtensor import shard_as, shard_of, to_local, whole_of
-from demopt.optim.models import remember
-from demopt.optim.param_groups import split_matrices
+from demopt.optim.mistakes import remember
 from demopt.validation import check_number
 
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `muon_adamw` says so
+
+
+#: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
+_ADAMW_SHARE = 0.2
+
+
+def muon_groups(
+    model: nn.Module, lr: float, others: Iterable[nn.Module] = (), others_update: str | Rule = "adamw"
+) -> list[dict[str, Any]]:
+    """Returns parameter groups for `DeMo`: matrices with "muon" at `lr`, all others with "adamw" at a fifth of it.
+
+    Not treated as matrices: embeddings, heads of transformers models (also nested ones), the modules in `others`, and
+    parameters of one, three or more dimensions. A head outside transformers cannot be recognised by its shape: list it
+    in `others`. Experts [E, R, S] work with "muon" as a batch of matrices: move them to the first group yourself.
+    Frozen parameters are left out.
+
+    `others_update` replaces "adamw". Its updates should have an RMS of about 1, as a fifth of `lr` assumes:
+    `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
+
+    Raises:
+        ValueError: nothing is left for muon.
+
+    Source: arXiv 2502.16982, section 2.2 (which parameters, and the scale of the update).
+
+    Examples:
+        >>> import demopt
+        >>> head = nn.Linear(16, 2)
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), head)
+        >>> groups = muon_groups(model, lr=0.02, others=[head])
+        >>> [(group["update"], group["lr"], len(group["params"])) for group in groups]
+        [('muon', 0.02, 1), ('adamw', 0.004, 3)]
+        >>> optimizer = demopt.DeMo(groups, momentum_decay=0.95)
+    """
+    matrices, rest = _split_matrices(model, others)
+    remember(model, "muon_groups")
+    if not matrices:
+        raise ValueError(
+            f"none of the model's {len(rest)} parameters that train is a matrix for update='muon'; use another update, "
+            "such as 'signum', which needs no groups"
+        )
+    groups = [{"params": matrices, "update": "muon", "lr": lr}]
+    return [*groups, {"params": rest, "update": others_update, "lr": _ADAMW_SHARE * lr}] if rest else groups
+
+
+def _split_matrices(
+    model: nn.Module, others: Iterable[nn.Module] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    ask = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = [head for find in ask if find is not None and (head := find()) is not None]
+    apart = {id(parameter) for module in (*others, *embeddings, *heads) for parameter in module.parameters()}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
+    inside = {id(parameter) for parameter in matrices}
+    return matrices, [parameter for parameter in parameters if id(parameter) not in inside]
 
 
 def muon_adamw(
@@ -54,7 +112,7 @@ def muon_adamw(
     if not hasattr(torch.optim, "Muon"):
         raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
     check_number("momentum", momentum, high=1.0)
-    matrices, rest = split_matrices(model, others)
+    matrices, rest = _split_matrices(model, others)
     remember(model, "muon_adamw")
     found: list[torch.optim.Optimizer] = []
     if matrices:

@@ -6,11 +6,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from demopt.optim.models import note_optimizer
+from demopt.optim.mistakes import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
 from demopt.replicator.state import SavedParameter
-from demopt.state.reshard import StateDict
-from demopt.state.saved import check_counts, check_form, check_group_sizes, consolidate, own_part
+from demopt.state import StateDict, check_counts, check_form, consolidate, own_part
 from demopt.validation import warn
 
 P = ParamSpec("P")
@@ -122,26 +121,22 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         return self.state_dict()
 
     def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, SavedParameter, bool]]:
-        """Yields each parameter: the place of its group, itself, its number, what is saved of it, and whether that
-        counts.
+        """Yields per parameter: its group's place, itself, its number, its saved state, and whether that counts.
 
         An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far, or is lost.
         """
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
-        check_group_sizes(groups, self.param_groups)
+        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         empty, lacking = not any(state.values()), []
         for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
             for parameter, number in zip(group["params"], saved_group["params"], strict=True):
                 entry = state.get(number, {})
                 check_counts(entry, number)
                 lacking += [str(number)] if parameter.requires_grad and not entry and not empty else []
-                yield (
-                    place,
-                    parameter,
-                    number,
-                    SavedParameter.of(entry),
-                    bool(entry) or (empty and parameter.requires_grad),
-                )
+                counts = bool(entry) or (empty and parameter.requires_grad)
+                yield place, parameter, number, SavedParameter.of(entry), counts
         if lacking:
             warn(
                 f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from demopt.plan.costs import Plan
-    from demopt.plan.network import Link
+    from demopt.plan.network import Case
 
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 MUCH = 0.3  # of a step in the exchange
@@ -52,7 +52,7 @@ def plan(
     demo, local = _with_optimizer(train, "demo"), _with_optimizer(train, "local")
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
     from demopt.plan.costs import make_plan, of_config, of_count
-    from demopt.plan.network import Link
+    from demopt.plan.network import Case, Link
     from demopt.plan.network import bandwidth as bits_of
 
     link = Link(bits_of(bandwidth), latency / 1e3, backend) if bandwidth else None
@@ -60,7 +60,8 @@ def plan(
         made = make_plan(of_count(params) if params else of_config(train), demo, local, workers or WORKERS)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
-    _show(made, link, step_seconds, OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds)
+    added = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
+    _show(made, Case(made, link, step_seconds, added) if link else None)
     return 0
 
 
@@ -70,21 +71,21 @@ def _with_optimizer(train: TrainConfig, optimizer: str) -> TrainConfig:
     return resolve(config_of({**train.record(), **other}))
 
 
-def _show(plan: Plan, link: Link | None, compute: float, optimizer: float) -> None:
-    """Prints the verdict for the first number of workers, and tables. `optimizer`: the seconds that demopt adds."""
+def _show(plan: Plan, case: Case | None) -> None:
+    """Prints the verdict for the first number of workers, and tables."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    from demopt.plan.network import digits, step_seconds, verdict
+    from demopt.plan.network import digits, verdict
 
     console, model, local = Console(highlight=False), plan.model, plan.local
     sizes = "" if str(model.parameters) in model.name.replace(",", "") else f": {model.parameters:,} parameters"
     console.print(f"{model.name}{sizes}")
-    if link:
-        console.print(verdict(plan, link, compute, optimizer, next(iter(plan.calls))), style="bold")
-        if compute:
-            _alternatives(console, plan, link, compute, optimizer)
+    if case:
+        console.print(verdict(case, next(iter(plan.calls))), style="bold")
+        if case.compute:
+            _alternatives(console, case)
     console.print(f"{plan.memory} (weights, gradients and optimizers in float32, per worker)")
     if plan.memory.total > CARD_BYTES:
         console.print(
@@ -92,16 +93,14 @@ def _show(plan: Plan, link: Link | None, compute: float, optimizer: float) -> No
             "(docs/parallelism.md)."
         )
     methods = list(next(iter(plan.calls.values())))
-    for title in ("MB received per step", "seconds per step") if link else ("MB received per step",):
+    for title in ("MB received per step", "seconds per step") if case else ("MB received per step",):
         table = Table(title=f"\n{title}", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
         for heading in ("workers", *methods):
             table.add_column(heading, justify="right", no_wrap=True)
         for workers in plan.calls:
-            if title.startswith("MB"):
-                figures = [plan.received_bytes(method, workers) / 1e6 for method in methods]
-            else:
-                assert link
-                figures = [step_seconds(plan, link, compute, optimizer, method, workers) for method in methods]
+            figures = [plan.received_bytes(method, workers) / 1e6 for method in methods]
+            if case and title.startswith("seconds"):
+                figures = [case.seconds(method, workers) for method in methods]
             table.add_row(f"{workers:,}", *map(digits, figures))
         console.print(table)
     demo_kept, local_kept = plan.kept
@@ -117,29 +116,30 @@ def _show(plan: Plan, link: Link | None, compute: float, optimizer: float) -> No
         f"steps; {local_memory} MB for global weights and error, in addition to the inner optimizers.\n"
         f"Values: {local.values}. DDP: a ring all-reduce of the gradients, during backward."
     )
-    if link:
-        console.print(f"Seconds are at {link.backend}'s pace{NCCL if link.backend == 'gloo' else GLOO}.")
+    if case:
+        backend = case.link.backend
+        console.print(f"Seconds are at {backend}'s pace{NCCL if backend == 'gloo' else GLOO}.")
     else:
         console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
 
 
-def _alternatives(console: Console, plan: Plan, link: Link, compute: float, optimizer: float) -> None:
+def _alternatives(console: Console, case: Case) -> None:
     """Prints what 10,000 steps take, and, where the exchange is much of a step, what takes less and at which loss."""
-    from demopt.plan.network import LOSS_ABOVE_DDP, digits, step_seconds
+    from demopt.plan.network import LOSS_ABOVE_DDP, digits
     from demopt.train.screen import duration
 
-    workers = next(iter(plan.calls))
-    ours, ddp = (step_seconds(plan, link, compute, optimizer, name, workers) for name in ("LocalDeMo", "DDP bf16"))
-    share = 1 - (compute + optimizer) / ours
+    plan, workers = case.plan, next(iter(case.plan.calls))
+    ours, ddp = case.seconds("LocalDeMo", workers), case.seconds("DDP bf16", workers)
+    share = 1 - (case.compute + case.optimizer) / ours
     console.print(f"10,000 steps: {duration(1e4 * ours)}, with DDP {duration(1e4 * ddp)}; their losses differ.")
     if share < MUCH:
         return
     rows = []
     for (method, every), loss in LOSS_ABOVE_DDP.items():
         if method == "DeMo" or every > plan.local.sync_every:
-            other = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=every))
+            rarely = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=every))
             flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every} --momentum 0.95"
-            rows.append((step_seconds(other, link, compute, optimizer, method, workers), flags, loss))
+            rows.append((dataclasses.replace(case, plan=rarely).seconds(method, workers), flags, loss))
     console.print(f"Exchange is {share:.0%} of a step. It takes less with")
     for seconds, flags, loss in rows:
         if seconds < ours:

@@ -84,26 +84,38 @@ def bandwidth(text: str) -> float:
     return bits
 
 
-def step_seconds(plan: Plan, link: Link, compute: float, optimizer: float, method: str, workers: int) -> float:
-    """Returns the seconds of a step: `compute`, with demopt also `optimizer`, and the network's.
+@dataclass(frozen=True)
+class Case:
+    """A plan on a link. `compute`: seconds of a worker's step without the network; `optimizer`: what demopt adds."""
 
-    DDP sends during backward, which is two thirds of computing.
-    """
-    network = link.seconds(plan.calls[workers][method], workers) / plan.steps(method)
-    loss = link.seconds([LOSS], workers) / plan.steps(method)
-    if method.startswith("DDP"):
-        return max(compute, network + compute / 3) + loss
-    return compute + network + loss + optimizer
+    plan: Plan
+    link: Link
+    compute: float
+    optimizer: float
+
+    def seconds(self, method: str, workers: int) -> float:
+        """Returns the seconds of a step. DDP sends during backward, which is two thirds of computing."""
+        calls, steps = self.plan.calls[workers][method], self.plan.steps(method)
+        network, loss = (self.link.seconds(each, workers) / steps for each in (calls, [LOSS]))
+        if method.startswith("DDP"):
+            return max(self.compute, network + self.compute / 3) + loss
+        return self.compute + network + loss + self.optimizer
+
+    def at(self, bits_per_second: float, workers: int) -> tuple[float, float]:
+        """Returns the seconds of a step at a bandwidth: DDP's with bfloat16 gradients, and LocalDeMo's."""
+        there = dataclasses.replace(self, link=dataclasses.replace(self.link, bits_per_second=bits_per_second))
+        return there.seconds("DDP bf16", workers), there.seconds("LocalDeMo", workers)
 
 
-def verdict(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> str:
+def verdict(case: Case, workers: int) -> str:
     """Returns the method to take, on what that stands, and the bandwidth at which both are equal.
 
-    DDP has bfloat16 gradients. Without `compute` there is no verdict: the network's seconds only.
+    Without `compute` there is no verdict: the network's seconds only.
     """
-    ddp, ours = (step_seconds(plan, link, compute, optimizer, method, workers) for method in ("DDP bf16", "LocalDeMo"))
-    way = f"{workers} workers, {rate(link.bits_per_second)}, {digits(1e3 * link.latency_seconds)} ms, {link.backend}"
-    if not compute:
+    link, round_trip = case.link, f"{digits(1e3 * case.link.latency_seconds)} ms"
+    ddp, ours = case.at(link.bits_per_second, workers)
+    way = f"{workers} workers, {rate(link.bits_per_second)}, {round_trip}, {link.backend}"
+    if not case.compute:
         return (
             f"The network takes {digits(ddp)} s per step with DDP (bfloat16) and {digits(ours)} s with demopt ({way}). "
             "For a verdict give --step-seconds."
@@ -113,31 +125,22 @@ def verdict(plan: Plan, link: Link, compute: float, optimizer: float, workers: i
         advice = f"Stay with DDP: demopt is {more} costs some loss"
     else:
         advice = f"Take demopt: {digits(ddp / ours)} times faster than DDP"
-    equal = equal_bandwidth(plan, link, compute, optimizer, workers)
-    end = f"Both are equal at {rate(equal)}." if equal else _ahead(plan, link, compute, optimizer, workers)
+    equal, (fast_ddp, fast_ours) = equal_bandwidth(case, workers), case.at(FASTEST, workers)
+    if equal:
+        end = f"Both are equal at {rate(equal)}."
+    elif fast_ours >= fast_ddp:
+        end = "DDP is ahead at any bandwidth."
+    else:
+        least = digits(fast_ddp / fast_ours)
+        end = f"demopt is ahead at any bandwidth, by at least {least} times, because of the {round_trip}."
     return f"{advice}, {digits(ours)} s per step against {digits(ddp)} s ({way}; DDP bfloat16, during backward). {end}"
 
 
-def _ahead(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> str:
-    """Returns who is ahead at any bandwidth, by how much at least, and why."""
-    fast = dataclasses.replace(link, bits_per_second=FASTEST)
-    ddp, ours = (step_seconds(plan, fast, compute, optimizer, method, workers) for method in ("DDP bf16", "LocalDeMo"))
-    if ours >= ddp:
-        return "DDP is ahead at any bandwidth."
-    least, why = digits(ddp / ours), f"because of the {digits(1e3 * link.latency_seconds)} ms"
-    return f"demopt is ahead at any bandwidth, by at least {least} times, {why}."
-
-
-def equal_bandwidth(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> float | None:
-    """Returns the bits per second at which DDP in bfloat16 and LocalDeMo take as long; None if one is always faster.
-
-    `optimizer`: the seconds per step that LocalDeMo and its inner optimizers add.
-    """
+def equal_bandwidth(case: Case, workers: int) -> float | None:
+    """Returns the bits per second at which DDP in bfloat16 and LocalDeMo take as long; None if one is always faster."""
 
     def ddp_wins(exponent: int) -> bool:
-        other = dataclasses.replace(link, bits_per_second=10 ** (exponent / 5000))
-        both = (step_seconds(plan, other, compute, optimizer, method, workers) for method in ("DDP bf16", "LocalDeMo"))
-        ddp, ours = both
+        ddp, ours = case.at(10 ** (exponent / 5000), workers)
         return ddp <= ours
 
     exponents = range(15_000, 65_000)  # of 1 kbit/s to FASTEST

@@ -24,7 +24,7 @@ from demopt.runs import log
 from demopt.runs.exchange import Decided, FolderExchange
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
-from demopt.state.saved import unmarked
+from demopt.state import unmarked
 from demopt.train.config import (
     SETTINGS,
     Given,
