@@ -178,12 +178,12 @@ def _train(experiment: Experiment, eval_every: int, state: Path | None) -> Row:
     else:
         loss, total = experiment.evaluate()
         begun, curve = 0, [{"step": 0, "val_loss": loss, "sent_bytes": 0, "received_bytes": 0}]
-    is_due = False
-    for step in range(begun + 1, experiment.config.steps + 1):
+    is_due, steps = False, experiment.config.steps or 0
+    for step in range(begun + 1, steps + 1):
         mean, cost = experiment.step(step)
         total += cost
         finite = math.isfinite(mean)
-        if step % eval_every == 0 or step == experiment.config.steps or not finite:
+        if step % eval_every == 0 or step == steps or not finite:
             if finite:
                 loss, more = experiment.evaluate()
                 total += more

@@ -10,6 +10,7 @@ import signal
 import sys
 import sysconfig
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
     """
     from demopt import cli
     from demopt.runs.exchange import FolderExchange
+    from demopt.train.runs import worker
 
     exchange_round, put = FolderExchange.exchange_round, FolderExchange._put
 
@@ -61,6 +63,15 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
         return placed
 
     FolderExchange.exchange_round, FolderExchange._put = held, last  # type: ignore[method-assign]
+
+    numbered = worker.numbered
+
+    def noted(tokens: Any, config: Any, numbers: Any) -> Any:
+        with Path(f"{output}.read").open("a") as file:
+            file.write("".join(f"{number}\n" for number in numbers))
+        return numbered(tokens, config, numbers)
+
+    worker.numbered = noted  # type: ignore[attr-defined]
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -220,6 +231,57 @@ def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_s
     assert [len(each) for each in rounds] == [1, 2, 2, 1, 1, 2, 2]
     assert {sender.note["sequences"] for each in rounds for sender in each} == {10}, "a round's steps, in one message"
     assert len({sender.digest for each in rounds for sender in each}) == 11
+
+
+def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held(machines):
+    text = machines.place / "few.txt"
+    text.write_bytes(Path(machines.data[1], "calendar.py").read_bytes()[:6800])
+    machines.data = ("--data", str(text))
+    more = [*SMALL, "--sync-every", 2, "--global-batch", 6, "--epochs", 1]
+    first = machines.start("train", "--run", machines.run, *more, *machines.data, out="first")
+    machines.allow(2)
+    machines.manifest(2)
+    second = machines.join("second")
+    machines.hello(3)
+    machines.allow(5)
+    assert len(machines.manifest(5).reading.held) == 2
+    machines.kill(second)
+    third = machines.join("third")
+    machines.hello(6)
+    machines.allow(9)
+    machines.manifest(9)
+    os.kill(first.pid, signal.SIGTERM)
+    machines.allow(10)
+    assert machines.code(first) == 143, machines.said("first")
+    machines.manifest(10)
+    told = forked.demopt("status", machines.run).stdout
+    assert re.search(r"epoch 0\.\d\d of 1  ", told), told
+    forked.demopt("stop", machines.run)
+    machines.allow(12)
+    assert machines.code(third) == 130, machines.said("third")
+    machines.allow(999)
+    third, first = machines.join("third"), machines.join("first")
+    digest = machines.ended(third, "third")
+    assert machines.ended(first, "first") == digest
+    number = 6460 // 32  # without the twentieth for validation
+    read, lost, before = Counter(), set(), None
+    for file in machines.place.glob("*.read"):
+        read.update(map(int, file.read_text().split()))
+    for place in range(10**6):
+        if not log.look(machines.store, place).decided:
+            break
+        manifest = machines.manifest(place)
+        for worker in before.reading.held if before else ():
+            if worker not in {*manifest.members, *(sender.worker for sender in manifest.senders)}:
+                lost |= {*before.reading.numbers(worker)}
+        before = manifest
+    assert {*read} == {*range(number)}
+    assert {each for each, times in read.items() if times > 1} <= lost
+    assert before.reading.position == number
+    assert machines.said("third").count("final validation loss") == 1
+    assert forked.demopt("status", machines.run).stdout.startswith("done: run ")
+    replay = forked.demopt("replay", machines.run)
+    assert replay.stdout.endswith(f"sha256 {digest}\n"), replay.stderr
 
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):

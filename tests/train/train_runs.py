@@ -56,13 +56,13 @@ def once(tmp_path_factory, name, make):
     return out, result
 
 
-def as_killed(finished, out):
-    """What the finished run had left if all its processes had been killed after step 11; the last save was at 9."""
+def as_killed(finished, out, last=STEPS):
+    """What the finished run had left if all its processes had been killed before its last step, not saved yet."""
     shutil.copytree(finished, out)
-    for place in ("checkpoints/step-00000012", "model"):
+    for place in (f"checkpoints/step-{last:08d}", "model"):
         shutil.rmtree(out / place)
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_bytes(b"".join(lines[:11]))
+    (out / "metrics.jsonl").write_bytes(b"".join(lines[: last - 1]))
     return out
 
 
@@ -77,13 +77,13 @@ AT_STEP = """
 import os, signal, time
 from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
-    import demopt.train.loop as loop
-    one_step = loop._one_step
-    def changed(run, share, step, evaluated):
-        if step == {step}:
+    from demopt.train.worker import Connected
+    draw = Connected.draw
+    def changed(rounds):
+        if rounds.number + 1 == {step}:
             {action}
-        return one_step(run, share, step, evaluated)
-    loop._one_step = changed
+        return draw(rounds)
+    Connected.draw = changed
 """
 
 
@@ -100,7 +100,8 @@ def start_held(out, text, *more, number, release=True):
     There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
     """
     held = Path(f"{out}-{number}") / "held"
-    wait = f"Path({str(held)!r}).touch()\n            while not ({release} and run.stop_requested()): time.sleep(0.01)"
+    until = f"{release} and rounds.run.stop_requested()"
+    wait = f"Path({str(held)!r}).touch()\n            while not ({until}): time.sleep(0.01)"
     process = start(out, text, *more, env=at_step(number, 0, wait, held.parent))
     wait_for(held.exists, process)
     return process

@@ -232,6 +232,11 @@ class FolderExchange(VaryingExchange):
         return found
 
     @property
+    def held(self) -> int:
+        """How many numbers this worker holds that `take` has not given out."""
+        return sum(number not in self._read for number in self._holds)
+
+    @property
     def all_read(self) -> bool:
         """Whether the manifests have all numbers: the run's data is read."""
         reading = self.decided.reading if self.decided else None

@@ -117,7 +117,10 @@ class TrainConfig:
         "local",
         "local (LocalDeMo around Muon and AdamW), demo (DeMo), or, to compare, adamw with DistributedDataParallel.",
     )
-    steps: int = training(800, "Optimizer steps.", ge=1)
+    steps: int | None = training(None, "Optimizer steps. Default: 800, or as many as --epochs takes.", ge=1)
+    epochs: int | None = training(
+        None, "Instead of --steps: how often to read the text. Each sequence is read once per epoch.", ge=1
+    )
     batch: int = training(4, "Sequences per worker and forward pass.", ge=1)
     accumulate: int = training(1, "Forward passes per step.", ge=1)
     global_batch: int | None = training(
@@ -179,6 +182,10 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """The tokens per step of all workers together."""
         return (self.global_batch or self.batch * self.accumulate * self.workers) * (self.sequence or 0)
+
+    def of_steps(self, step: int) -> str:
+        """Returns a step with the number of all, if that is known."""
+        return f"step {step}" + (f" of {self.steps}" if self.steps else "")
 
     def record(self) -> Given:
         """Returns the record for config.json and checkpoints: every setting that is not an action."""
@@ -316,6 +323,7 @@ RULE_DEFAULTS: dict[str, Given] = {
 }
 
 
+STEPS = 800
 SHAPE = ("layers", "width", "heads", "mlp")  # of a fresh model
 # Of the rate for fresh weights, so that a model keeps what it knows: a convention (laboratory/LOG.md, 2026-11-25).
 TUNING_SHARE, ADAPTER_SHARE = 0.1, 0.3
@@ -359,6 +367,9 @@ def resolve(config: TrainConfig) -> TrainConfig:
     if config.model:
         filled["lr"] = (ADAPTER_SHARE if config.lora else TUNING_SHARE) * filled["lr"]
     filled["tokenizer"] = config.model or "bytes"
+    if config.epochs and config.steps:
+        raise InputError(f"--epochs {config.epochs} takes as many steps as the text has; leave out --steps or --epochs")
+    filled["steps"] = None if config.epochs else STEPS
     if config.global_batch is not None and (config.top_k is not None or config.accumulate > 1):
         other = "--accumulate" if config.accumulate > 1 else "--top-k, whose mean cannot weigh workers"
         raise InputError(f"--global-batch does not go with {other}; leave one of them out")

@@ -1,6 +1,6 @@
 """Text to tokens to batches. Documents come from files, folders, or the standard library.
 
-Batches depend on seed, step, rank and pass alone.
+Batches depend on seed, step, rank and pass alone, or with --epochs on the numbers of sequences.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rich.filesize import decimal
 
 from demopt.errors import first_line
+from demopt.runs.reading import sequence_at
 from demopt.train.chat import ANSWERER, Chat, encode_chats, parse
 from demopt.train.config import InputError, TrainConfig
 
@@ -46,21 +47,21 @@ class Tokens:
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
 
-    def windows(self, length: int) -> int:
-        """Returns the number of windows of `length` tokens."""
+    def windows(self, length: int, stride: int = 1) -> int:
+        """Returns the number of windows of `length` tokens that begin `stride` tokens apart."""
         if self.starts is not None:
             return len(self.starts)
-        return sum(max(0, len(row) - length + 1) for row in self.rows)
+        return sum(max(0, (len(row) - length) // stride + 1) for row in self.rows)
 
-    def window(self, index: int, length: int) -> NDArray[np.int64]:
+    def window(self, index: int, length: int, stride: int = 1) -> NDArray[np.int64]:
         """Returns window number `index`."""
         if self.starts is not None:
             found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + self.starts[index], mode="wrap")
             return found
         for row in self.rows:
-            here = max(0, len(row) - length + 1)
+            here = max(0, (len(row) - length) // stride + 1)
             if index < here:
-                return row[index : index + length].astype(np.int64)
+                return row[index * stride : index * stride + length].astype(np.int64)
             index -= here
         raise IndexError(index)
 
@@ -104,6 +105,25 @@ def batch(
     draw = np.random.default_rng((config.seed, step, rank, part))
     starts = draw.integers(0, tokens.windows(length), size=size or config.batch)
     return np.stack([tokens.window(int(start), length) for start in starts])
+
+
+def sequences(tokens: Tokens, config: TrainConfig) -> int:
+    """Returns the number of sequences in an epoch: they touch, and no token is the target of two."""
+    return tokens.windows(_window(config), _window(config) - 1)
+
+
+def numbered(tokens: Tokens, config: TrainConfig, numbers: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Returns the windows with these numbers through all epochs, by forward pass; each epoch has an order of its own.
+
+    Without numbers, a window that has no target.
+    """
+    length, every = _window(config), sequences(tokens, config)
+    if not numbers:
+        row = tokens.window(0, length)
+        return [np.where(row < 0, row, ~row)[None]]
+    places = [sequence_at(number, every, config.seed) for number in numbers]
+    passes = [places[first : first + config.batch] for first in range(0, len(places), config.batch)]
+    return [np.stack([tokens.window(place, length, length - 1) for place in part]) for part in passes]
 
 
 def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_size: int) -> NDArray[np.int64]:

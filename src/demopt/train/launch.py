@@ -24,7 +24,7 @@ from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
 from demopt.train.signals import stop_on_signals
 from demopt.train.team import pick_device
-from demopt.train.worker import STOP
+from demopt.train.worker import ENDED, STOP
 
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
@@ -71,9 +71,8 @@ def train(config: TrainConfig) -> int:
                 elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings))
             except ChildFailedError as error:
                 raise explain(error.failures, folder) from None
-    last = checkpoint.newest(folder.checkpoints)
-    if last is not None and checkpoint.read(last).step == config.steps:
-        return 0
+        if Path(scratch, ENDED).exists():
+            return 0
     return 128 + (received[0] if received else signal.SIGINT)
 
 

@@ -1,13 +1,13 @@
-"""The training loop, the same on every rank."""
+"""The training loop: the same for connected ranks and for the workers of a folder, whose rounds are plugged in."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,25 +15,24 @@ from numpy.typing import NDArray
 from torch import nn
 
 from demopt.errors import DemoptError
-from demopt.optim.local_demo import LocalDeMo
 from demopt.train.config import TrainConfig
-from demopt.train.data import Corpus, batch, validation_windows
+from demopt.train.data import Corpus, sequences, validation_windows
 from demopt.train.folder import Row, RunFolder
 from demopt.train.method import Method
 from demopt.train.model import backward, loss_sum, precision, targets
 from demopt.train.report import Report
-from demopt.train.share import Share
 from demopt.train.team import Team
-
-if TYPE_CHECKING:
-    from demopt.train.checkpoint import Saved
+from demopt.unequal import fit_batches
 
 PATIENCE = 10  # a run fails after this many steps in a row with a NaN or infinite loss
+_MEMORY = 0.7  # of the measured speed, per step: one slow step changes little
+
+Windows = list[NDArray[np.int64]]  # of a step, by forward pass: [sequences, length + 1] each
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a rank needs to train."""
+    """Everything a worker needs to train."""
 
     config: TrainConfig
     folder: RunFolder
@@ -43,33 +42,98 @@ class Run:
     method: Method
     report: Report
     stop_requested: Callable[[], bool]
-    resumed: Saved | None  # the checkpoint that this start goes on from
-
-    def tokens(self, step: int) -> int:
-        """Returns the tokens trained on in the first `step` steps; earlier ones may have had more or fewer workers."""
-        before = self.resumed.tokens if self.resumed else 0
-        return before + (step - (self.resumed.step if self.resumed else 0)) * self.config.tokens_per_step
-
-    def save(self, step: int) -> None:
-        """Writes a checkpoint after `step` steps, unless it is already there."""
-        from demopt.train import checkpoint  # a run in a folder needs none, and no torch.distributed
-
-        saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
-        folder = self.folder.checkpoints
-        if checkpoint.newest(folder) != checkpoint.place(folder, step):
-            if isinstance(self.method.optimizer, LocalDeMo):
-                self.method.optimizer.flush()  # after a stop that was asked for: no round stays in flight
-            with self.folder.writing(), self.method.shared(), self.team.waiting():
-                self.report.sync()
-                checkpoint.save(folder, saved, self.model, self.method.optimizer, self.team)
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Returns the learning rate of step 1, 2, ...: linear warm-up, then a cosine to `final_lr` times the peak."""
+class Rounds(Protocol):
+    """How the workers of a run meet: as connected ranks, or through a folder, where they come and go."""
+
+    @property
+    def number(self) -> int:
+        """The step that was drawn last."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether that is the run's last step."""
+
+    @property
+    def part(self) -> float | None:
+        """With --epochs, the part of the run's sequences that is read."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens trained on so far, by all workers."""
+
+    def draw(self) -> Windows:
+        """Returns the windows of this worker's next step; none if the run is over."""
+
+    def step(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+        """Takes the optimizer's step, and adds to the rows since the workers last met; whether they can be told.
+
+        `seconds`: the gradient's. `looked_at`: the model may be evaluated or saved next.
+        """
+
+    def told(self, row: Row) -> None:
+        """Follows the last row that was told: saves, for example."""
+
+
+class Share:
+    """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed.
+
+    Examples:
+        >>> share = Share(TrainConfig(batch=4, global_batch=16))
+        >>> share.fit({"laptop": 5.0, "desktop": 20.0})
+        >>> share.of("desktop"), share.of("laptop")
+        (13, 3)
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.speed = 0.0  # sequences per second while computing; 0: not measured yet
+        self._batches: dict[str, int] = {}
+
+    def fit(self, speeds: Mapping[str, float]) -> None:
+        """With --global-batch: shares it out by the speeds of all workers that train."""
+        if self.config.global_batch is not None:
+            self._batches = fit_batches(speeds, self.config.global_batch, self._batches)
+
+    def of(self, worker: str) -> int:
+        """Returns the sequences of a worker's next step."""
+        return self._batches.get(worker, self.config.batch * self.config.accumulate)
+
+    def measured(self, sequences: int, seconds: float) -> None:
+        """Notes how long this worker has computed on its sequences."""
+        speed = sequences / max(seconds, 1e-9)
+        self.speed = _MEMORY * self.speed + (1 - _MEMORY) * speed if self.speed else speed
+
+
+def passes(config: TrainConfig, sequences: int) -> list[int]:
+    """Returns the sequences of each forward pass: at most --batch, which is what fits the memory.
+
+    Examples:
+        >>> passes(TrainConfig(batch=4), 13)
+        [4, 4, 4, 1]
+    """
+    return [min(config.batch, sequences - first) for first in range(0, sequences, config.batch)]
+
+
+def length(config: TrainConfig, corpus: Corpus) -> str:
+    """Returns how long the run is, for the user."""
+    if config.epochs:
+        return f"{config.epochs} epoch{'s' * (config.epochs > 1)} of {sequences(corpus.train, config):,} sequences"
+    return f"{config.steps} steps"
+
+
+def learning_rate(config: TrainConfig, step: int, part: float | None = None) -> float:
+    """Returns the learning rate of step 1, 2, ...: linear warm-up, then a cosine to `final_lr` times the peak.
+
+    `part`: of the sequences that are read, which the cosine follows instead of the steps.
+    """
     assert config.lr is not None
     if step <= config.warmup:
         return config.lr * (step / config.warmup)
-    part = (step - config.warmup) / max(1, config.steps - config.warmup)
+    if part is None:
+        assert config.steps is not None
+        part = (step - config.warmup) / max(1, config.steps - config.warmup)
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * part)))
 
 
@@ -86,30 +150,18 @@ def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: Trai
     return summed / max(1.0, count)
 
 
-def train_steps(run: Run, done: int) -> int:
-    """Runs the steps after `done`, all of them or until a stop is requested; returns the number of steps done."""
-    config, team = run.config, run.team
+def train_steps(run: Run, rounds: Rounds) -> None:
+    """Runs steps until the rounds are over."""
+    config, team, bad = run.config, run.team, 0
     windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
-    bad, told, share = 0, False, Share(config)
-    share.fit({str(rank): 0.0 for rank in range(team.world_size)}, str(team.rank))
-    rows: list[Row] = []  # since the ranks last met
-    for step in range(done + 1, config.steps + 1):
-        began = time.perf_counter()
-        evaluated = step % config.eval_every == 0 or step == config.steps
-        saved = step % config.save_every == 0 or step == config.steps
-        row = _one_step(run, share, step, evaluated or saved)
-        rows.append(row)
-        meets = run.method.met or evaluated or saved  # local steps in between do not wait for the network
-        stop = _meet(run, share, rows) if meets else False
-        row |= {"tokens": run.tokens(step), "step_seconds": time.perf_counter() - began}
-        if not meets:
-            continue
-        if evaluated:
+    rows: list[Row] = []  # since the workers last met
+
+    def tell() -> None:
+        nonlocal bad
+        row = rows[-1]
+        if row["step"] % config.eval_every == 0 or rounds.ended:
             with run.method.shared():
                 row["val_loss"] = validation_loss(run.model, windows, config, team)
-        if not told and run.method.route:
-            told = True
-            run.report.say(f"route {run.method.route}")
         for each in rows:
             with run.folder.writing():
                 run.report.step(each)
@@ -118,43 +170,30 @@ def train_steps(run: Run, done: int) -> int:
                 first = each["step"] - bad + 1
                 raise DemoptError(f"the loss has been {each['loss']} since step {first}; try a lower --lr")
         rows.clear()
-        if stop or saved:
-            run.save(step)
-        if stop:
-            return step
-    return config.steps
+        rounds.told(row)
+
+    began = time.perf_counter()
+    while drawn := rounds.draw():
+        step, lr = rounds.number, learning_rate(config, rounds.number, rounds.part)
+        computing = time.perf_counter()
+        loss = _gradient(run.method, config, team, lr, drawn)
+        computing = time.perf_counter() - computing
+        rows.append({"step": step, "loss": loss, "lr": lr})
+        due = step % config.eval_every == 0 or step % config.save_every == 0
+        met = rounds.step(rows, computing, due or rounds.ended)
+        if rounds.part is not None and config.epochs:
+            rows[-1]["epoch"] = rounds.part * config.epochs
+        rows[-1] |= {"tokens": rounds.tokens, "step_seconds": time.perf_counter() - began}
+        if met:
+            tell()
+        began = time.perf_counter()
+    if rows:
+        tell()
 
 
-def _meet(run: Run, share: Share, rows: list[Row]) -> bool:
-    """Replaces each row's loss by the mean over the ranks, and fits their shares; whether a rank wants to stop.
-
-    One all-reduce. A rank's loss counts by its sequences.
-    """
-    team, weighed = run.team, [row["loss"] * row["batch"] for row in rows]
-    speeds = [share.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
-    batches = [float(row["batch"]) for row in rows]
-    sums = run.team.total([*weighed, *batches, *speeds, float(run.stop_requested())])
-    for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
-        row["loss"] = total / size
-    if not (isinstance(run.method.optimizer, LocalDeMo) and run.method.optimizer.local_steps):  # not within a round
-        share.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])}, str(team.rank))
-    return sums[-1] > 0
-
-
-def _one_step(run: Run, share: Share, step: int, looked_at: bool) -> Row:
-    """Runs forward, backward, clip and step; the loss is this rank's."""
-    config, team, lr = run.config, run.team, learning_rate(run.config, step)
-    began, passes = time.perf_counter(), enumerate(share.passes())
-    windows = [batch(run.corpus.train, config, step, team.rank, part, size) for part, size in passes]
-    loss = gradient(run.method, config, team, lr, windows)
-    share.measured(time.perf_counter() - began)
-    if config.global_batch and isinstance(run.method.optimizer, LocalDeMo):
-        run.method.optimizer.samples = share.sequences * (run.method.optimizer.local_steps + 1)
-    cost = run.method.step(looked_at=looked_at, last=step == config.steps)
-    return {"step": step, "loss": loss, "lr": lr, "batch": share.sequences, **cost}
-
-
-def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]) -> float:
+def _gradient(
+    method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]
+) -> float:
     """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
     method.set_lr(lr)
     method.optimizer.zero_grad()

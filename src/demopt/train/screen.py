@@ -32,7 +32,7 @@ class Screen(ExitStack):
     def __init__(self, config: TrainConfig, done: int) -> None:
         super().__init__()
         self._config, self._done, self._shown = config, done, -math.inf
-        self._warm: tuple[int, float] | None = None  # the step from which, and the time since, the speed is measured
+        self._warm: tuple[int, float, float] | None = None  # step, part and time since which the speed is measured
         self._sums: Counter[str] = Counter()  # over the steps of this start
         self._console, self._live = Console(highlight=False), None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -52,14 +52,19 @@ class Screen(ExitStack):
         self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
         fields = self._fields(row, now)
         if row["step"] - self._done >= WARM_UP and self._warm is None:
-            self._warm = row["step"], now
+            self._warm = row["step"], self._part(row), now
         told = row["step"] in (self._done + 1, self._config.steps) or "val_loss" in row
         if self._live is not None and (told or now - self._shown >= BAR_SECONDS):
-            self._live.update(self._bar(row["step"], fields), refresh=True)
+            self._live.update(self._bar(self._part(row), fields), refresh=True)
             self._shown = now
         if told or (self._live is None and now - self._shown >= QUIET_SECONDS):
             self.say(fitting(fields, LINE if self._live is None else min(LINE, self._console.width)))
             self._shown = now
+
+    def _part(self, row: Row) -> float:
+        """Returns the part of the run that is done."""
+        epochs = self._config.epochs
+        return float(row.get("epoch", 0.0) / epochs if epochs else row["step"] / (self._config.steps or 1))
 
     def _fields(self, row: Row, now: float) -> list[str]:
         """Returns the parts of a line, the most important first."""
@@ -67,24 +72,26 @@ class Screen(ExitStack):
         workers = row.get("members", self._config.workers)
         speed = self._config.tokens_per_step / self._config.workers * workers * steps / sums["step_seconds"]
         traffic = max(sums["sent_bytes"], sums["received_bytes"]) / steps
-        fields = [f"step {step}/{self._config.steps}", f"loss {row['loss']:.3f}"]
+        fields = [f"step {step}/{self._config.steps}" if self._config.steps else f"step {step}"]
+        fields += [f"epoch {row.get('epoch', 0.0):.2f}/{self._config.epochs}"] if self._config.epochs else []
+        fields += [f"loss {row['loss']:.3f}"]
         fields += [f"val {row['val_loss']:.3f}"] if "val_loss" in row else []
-        if self._warm is not None and self._warm[0] + MEASURED <= step < self._config.steps:
-            left = (now - self._warm[1]) / (step - self._warm[0]) * (self._config.steps - step)
-            fields.append(f"{duration(left)} left")
+        since, before, then = self._warm or (step, 0.0, now)
+        if step - since >= MEASURED and before < (part := self._part(row)) < 1:
+            fields.append(f"{duration((now - then) / (part - before) * (1 - part))} left")
         fields.append(f"{count(speed)} tok/s")
         fields += [f"{decimal(round(traffic))}/step"] if traffic else []
         if "round" in row:  # of a run in a folder
             fields += [f"{workers} worker{'s' * (workers != 1)}", f"round {row['round']}"]
         return fields
 
-    def _bar(self, step: int, fields: list[str]) -> Table:
+    def _bar(self, part: float, fields: list[str]) -> Table:
         """Returns the bar and as many fields as fit beside it."""
         room = self._console.width - 1
         wide = BAR if room >= LINE else BAR // 2 if room >= LINE // 2 else 0
         grid = Table.grid(padding=(0, 1, 0, 0))
         text = Text(fitting(fields, room - wide - 2), no_wrap=True, overflow="crop")
-        bar = ProgressBar(total=self._config.steps, completed=step, width=wide)
+        bar = ProgressBar(total=1.0, completed=part, width=wide)
         grid.add_row(*([bar] if wide else []), text)
         return grid
 

@@ -13,12 +13,14 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from demopt.optim.local_demo import LocalDeMo
 from demopt.train import checkpoint
 from demopt.train.config import (
     InputError,
@@ -29,9 +31,9 @@ from demopt.train.config import (
     read_file,
     resolve,
 )
-from demopt.train.data import Corpus, load_corpus, with_vocabulary
-from demopt.train.folder import RunFolder
-from demopt.train.loop import Run, train_steps
+from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
+from demopt.train.folder import Row, RunFolder
+from demopt.train.loop import Run, Share, Windows, length, passes, train_steps
 from demopt.train.memory import refuse_if_too_large
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import begin
@@ -39,12 +41,99 @@ from demopt.train.report import Report, finish
 from demopt.train.signals import stop_on_signals
 from demopt.train.team import Team, join
 
-STOP = "stop"  # the file beside SETTINGS.json with which the launcher asks for the end
+STOP, ENDED = "stop", "ended"  # files beside SETTINGS.json: the launcher asks for the end; the run has come to its own
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
-def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
-    """Trains as one worker; returns the steps done. `stopping`: whether to save and stop after the current step."""
+class Connected:
+    """The rounds of connected ranks, which take equally many steps; `resumed` is the checkpoint that they go on from.
+
+    With --epochs each step takes the next sequences of the epoch, and the ranks consecutive parts of them. So the place
+    in the epoch is the tokens so far, whatever the number of workers has been.
+    """
+
+    def __init__(self, run: Run, resumed: checkpoint.Saved | None) -> None:
+        self.run, self.share = run, Share(run.config)
+        self.number, self.tokens = (resumed.step, resumed.tokens) if resumed else (0, 0)
+        self._total = sequences(run.corpus.train, run.config) * (run.config.epochs or 0)
+        self._sequences, self._stopped, self._told = 0, False, False
+        self.share.fit({str(rank): 0.0 for rank in range(run.team.world_size)})
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step that was drawn last is the run's last."""
+        return self.part == 1 if self._total else self.number == self.run.config.steps
+
+    @property
+    def part(self) -> float | None:
+        """With --epochs, the part of the sequences that is read."""
+        return self.tokens // (self.run.config.sequence or 1) / self._total if self._total else None
+
+    def draw(self) -> Windows:
+        """Returns the windows of this rank's next step; none if the run is over."""
+        if self._stopped or self.ended:
+            return []
+        run, config, rank = self.run, self.run.config, self.run.team.rank
+        ends = [0, *accumulate(self.share.of(str(each)) for each in range(run.team.world_size))]
+        tokens, train = config.sequence or 0, run.corpus.train
+        self.number += 1
+        if self._total:
+            read = self.tokens // tokens
+            taken = min(ends[-1], self._total - read)  # the last step may have fewer: each rank its part of them
+            first, last = (read + taken * end // ends[-1] for end in ends[rank : rank + 2])
+            self._sequences, self.tokens = last - first, self.tokens + taken * tokens
+            return numbered(train, config, range(first, last))
+        self._sequences, self.tokens = ends[rank + 1] - ends[rank], self.tokens + ends[-1] * tokens
+        return [batch(train, config, self.number, rank, *each) for each in enumerate(passes(config, self._sequences))]
+
+    def step(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+        """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
+        run, optimizer, looked_at = self.run, self.run.method.optimizer, looked_at or self.ended
+        self.share.measured(self._sequences, seconds)
+        if isinstance(optimizer, LocalDeMo) and (run.config.global_batch or self._total) and not run.config.top_k:
+            before = self.share.of(str(run.team.rank)) * optimizer.local_steps
+            optimizer.samples = max(1, before + self._sequences)
+        rows[-1] |= {"batch": self._sequences, **run.method.step(looked_at=looked_at, last=self.ended)}
+        if not (run.method.met or looked_at):
+            return False
+        self._meet(rows)
+        if not self._told and run.method.route:
+            self._told = True
+            run.report.say(f"route {run.method.route}")
+        return True
+
+    def told(self, row: Row) -> None:
+        """Saves, if it is time or the run is over."""
+        run = self.run
+        if not (self._stopped or self.ended or row["step"] % run.config.save_every == 0):
+            return
+        saved = checkpoint.Saved(self.number, run.corpus.fingerprint, run.config.record(), self.tokens)
+        folder = run.folder.checkpoints
+        if checkpoint.newest(folder) != checkpoint.place(folder, self.number):
+            if isinstance(run.method.optimizer, LocalDeMo):
+                run.method.optimizer.flush()  # after a stop that was asked for: no round stays in flight
+            with run.folder.writing(), run.method.shared(), run.team.waiting():
+                run.report.sync()
+                checkpoint.save(folder, saved, run.model, run.method.optimizer, run.team)
+
+    def _meet(self, rows: list[Row]) -> None:
+        """Replaces each row's loss by the mean over the ranks, shares out the batch, and hears who wants to stop.
+
+        One all-reduce. A rank's loss counts by its sequences.
+        """
+        run, team = self.run, self.run.team
+        weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
+        speeds = [self.share.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
+        sums = team.total([*weighed, *batches, *speeds, float(run.stop_requested())])
+        for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
+            row["loss"] = total / size
+        if run.method.met:  # not within a round
+            self.share.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
+        self._stopped = sums[-1] > 0
+
+
+def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
+    """Trains as one worker; returns whether the run has ended. `stopping`: whether to save and stop after this step."""
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
@@ -58,19 +147,26 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     with ExitStack() as held:
         team.agree(lambda: _claim(config, folder, held) if team.first else None)
         team.agree(lambda: _see(folder))
-        run, done = _start(
-            config, folder, corpus, model.to(team.device), team, found, lambda: stopping() or folder.stop.exists()
-        )
-        with run.report:
-            done = train_steps(run, done)
-        if team.first and done == config.steps:
-            with folder.writing(), run.method.shared():
-                finish(config, folder, run.model, corpus)
+        method = make_method(config, model.to(team.device), team)
+        resumed = checkpoint.read(found) if found else None
+        if found:
+            with team.waiting():
+                checkpoint.load(found, model, method.optimizer)
+        with folder.writing():
+            report = Report(folder, config, resumed.step if resumed else 0, team.first)
+        run = Run(config, folder, team, corpus, model, method, report, lambda: stopping() or folder.stop.exists())
+        _introduce(run, resumed)
+        rounds = Connected(run, resumed)
+        with report:
+            train_steps(run, rounds)
+        if team.first and rounds.ended:
+            with folder.writing(), method.shared():
+                finish(config, folder, model, corpus)
         elif team.first:
             again = f"demopt train --resume --out {shlex.quote(config.out)}"
-            print(f"stopped after step {done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
+            print(f"stopped after {config.of_steps(rounds.number)}, saved; go on with: {again}", file=sys.stderr)
         team.barrier()
-    return done
+    return rounds.ended
 
 
 def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig, nn.Module]]:
@@ -90,38 +186,23 @@ def _see(folder: RunFolder) -> None:
         raise InputError(f"--out {folder.root} is not the folder that rank 0 writes to; it must be a shared one")
 
 
-def _start(
-    config: TrainConfig,
-    folder: RunFolder,
-    corpus: Corpus,
-    model: nn.Module,
-    team: Team,
-    found: Path | None,
-    stop: Callable[[], bool],
-) -> tuple[Run, int]:
-    method = make_method(config, model, team)
-    resumed = checkpoint.read(found) if found else None
-    if found is not None:
-        with team.waiting():
-            checkpoint.load(found, model, method.optimizer)
-    done = resumed.step if resumed else 0
-    with folder.writing():
-        report = Report(folder, config, done, team.first)
-    report.say(corpus.about)
+def _introduce(run: Run, resumed: checkpoint.Saved | None) -> None:
+    """Says what trains on which data, and how this start differs from the one before."""
+    config, size, report = run.config, run.team.world_size, run.report
+    report.say(run.corpus.about)
     report.say(
-        f"{config.model or config.preset}: {method.parameters:,} parameters train; {team.world_size} x "
-        f"{team.device.type}; " + (f"going on after step {done}" if done else f"{config.steps} steps")
+        f"{config.model or config.preset}: {run.method.parameters:,} parameters train; {size} x "
+        f"{run.team.device.type}; " + (f"going on after step {resumed.step}" if resumed else length(config, run.corpus))
     )
-    report.say_memory(model, method.optimizer, team.device)
-    if team.world_size == 1:
+    report.say_memory(run.model, run.method.optimizer, run.team.device)
+    if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
-    if resumed and (before := resumed.settings["workers"]) != team.world_size:
+    if resumed and (before := resumed.settings["workers"]) != size:
         tokens = config.tokens_per_step
         report.say(
-            f"workers: {before} until now, {team.world_size} from here; a step takes {tokens:,} tokens instead of "
-            f"{tokens // team.world_size * before:,}, at the same learning rate"
+            f"workers: {before} until now, {size} from here; a step takes {tokens:,} tokens instead of "
+            f"{tokens // size * before:,}, at the same learning rate"
         )
-    return Run(config, folder, team, corpus, model, method, report, stop, resumed), done
 
 
 # The process
@@ -132,8 +213,8 @@ def under_torchrun(config: TrainConfig) -> int:
     if config.run:
         raise SharedInputError("--run needs no torchrun: run demopt train on one machine, demopt join on the others")
     with stop_on_signals() as received:
-        done = record(work)(config, lambda: bool(received))
-    return 0 if done == config.steps else 128 + (received[0] if received else signal.SIGINT)
+        ended = record(work)(config, lambda: bool(received))
+    return 0 if ended else 128 + (received[0] if received else signal.SIGINT)
 
 
 def main() -> NoReturn:
@@ -143,7 +224,8 @@ def main() -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     code = 1
     try:
-        record(work)(config_of(read_file(settings)), settings.with_name(STOP).exists)
+        if record(work)(config_of(read_file(settings)), settings.with_name(STOP).exists):
+            settings.with_name(ENDED).touch()
         code = 0
     finally:
         sys.stdout.flush()

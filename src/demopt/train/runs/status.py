@@ -37,10 +37,11 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     last = log.read_manifest(store, record.identity, number - 1) if number else None
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
-    counts = {name: value for name, value in settings.items() if type(value) is int and value > 0}
+    counts = {name: value for name, value in settings.items() if type(value) is int and 0 < value < 1 << 62}
     steps, every = counts.get("steps"), counts.get("sync_every", 1)
-    done = number * every
-    state = "done" if steps is not None and done >= steps else "open"
+    done, reading = number * every, last.reading if last else None
+    read = reading.position / reading.total if reading and reading.total else None
+    state = "done" if read == 1 or (steps is not None and done >= steps) else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
         state = "stopped"
     awaited = log.expected(last, seen) if state == "open" else set()
@@ -58,6 +59,8 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         "round": number,
         "step": min(done, steps) if steps else done,
         "steps": steps,
+        "epochs": counts.get("epochs"),
+        "epoch": counts["epochs"] * read if read is not None and "epochs" in counts else None,
         "loss": _mean(senders, "loss"),
         "val_loss": _mean(senders, "val_loss"),
         "checkpoint": log.checkpoints(store)[-1],
@@ -75,6 +78,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
 def shown(found: dict[str, Any]) -> Group:
     """Returns the status for a terminal: three lines, and a table of workers."""
     parts = [f"step {found['step']}" + (f" of {found['steps']}" if found["steps"] else ""), f"round {found['round']}"]
+    parts += [f"epoch {found['epoch']:.2f} of {found['epochs']}"] if found["epoch"] is not None else []
     parts += [
         f"{name} {found[key]:.3f}" for name, key in (("loss", "loss"), ("val", "val_loss")) if found[key] is not None
     ]

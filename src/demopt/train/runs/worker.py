@@ -8,7 +8,6 @@ import pickle
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -35,16 +34,15 @@ from demopt.train.config import (
     read_file,
     resolve,
 )
-from demopt.train.data import Corpus, batch, load_corpus, validation_windows, with_vocabulary
+from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
 from demopt.train.folder import Row, RunFolder
-from demopt.train.loop import PATIENCE, gradient, learning_rate, validation_loss
+from demopt.train.loop import Run, Share, Windows, length, passes, train_steps
 from demopt.train.memory import refuse_if_too_large
 from demopt.train.method import check_settings, cost_of, make_method
 from demopt.train.model import begin
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
 from demopt.train.runs.note import numbers_of
-from demopt.train.share import Share
 from demopt.train.signals import stop_on_signals
 from demopt.train.team import Team, cores, pick_device
 
@@ -98,14 +96,14 @@ def train_in_folder(config: TrainConfig) -> int:
                 run.close()
                 if fresh and not run.joined:
                     folder.config.unlink(missing_ok=True)  # nothing happened here: the same command may come again
-    if received or worker.done < config.steps:
+    if received or not worker.ended:
         cause = "demopt stop ended the run" if run.stopping else "this machine left"
         more = ["--key-file", config.key_file] if config.key_file else []
         theirs = found.settings["data"] if found else config.data
         more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
         more += ["--model", config.model] if config.model and found and config.model != found.settings["model"] else []
         again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
-        print(f"{cause} after step {worker.done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
+        print(f"{cause} after {config.of_steps(worker.done)}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
 
@@ -124,7 +122,10 @@ def check(config: TrainConfig) -> None:
 
 
 class Worker:
-    """A worker, from joining to the last file."""
+    """A worker, from joining to the last file; its rounds are those of the run in the folder.
+
+    With --epochs, the run's manifests hand out the sequences, and the run ends when they have all.
+    """
 
     def __init__(
         self,
@@ -142,107 +143,149 @@ class Worker:
         self.method = make_method(config, self.model, self.team, run)
         assert isinstance(self.method.optimizer, LocalDeMo)
         self.optimizer: LocalDeMo = self.method.optimizer
-        run.rounds = math.ceil(config.steps / config.sync_every)
+        run.total = sequences(corpus.train, config) * (config.epochs or 0)
+        run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         self.stream, self.drawn = int(run.worker.rpartition("-")[2], 16), 0
+        self.number = 0
         self.tokens = 0  # of all workers, in the rounds that this one has seen
+        self._step_sequences = 0
         self._sequences = 0  # in no message yet, or in one that was left out
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
+        self._heard: Row = {}  # of rounds since the last step
         self.share, self._speeds = Share(config), dict[str, float]()
         self._last: Decided | None = None
+        self.report: Report
 
     @property
     def done(self) -> int:
         """The steps that are done: rounds, which all workers share, and local steps since."""
         rounds = self._rounds + self.optimizer.replicator.in_flight
-        return min(self.config.steps, rounds * self.config.sync_every + self.optimizer.local_steps)
+        steps = rounds * self.config.sync_every + self.optimizer.local_steps
+        return min(self.config.steps, steps) if self.config.steps else steps
 
     @property
     def _rounds(self) -> int:
         return int(self.optimizer.replicator.round_number)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run has all its steps, or its manifests have all its sequences."""
+        return self.run.all_read if self.run.total else max(self.number, self.done) == self.config.steps
+
+    @property
+    def part(self) -> float | None:
+        """With --epochs, the part of the run's sequences that its manifests have."""
+        reading = self.run.decided.reading if self.run.decided else None
+        return reading.position / reading.total if reading and self.run.total else None
+
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
         own = ", with the state that it left" if self._resume() else ""
         self.run.say = lambda text: print(printable(text), flush=True)
+        self._want()
         self.optimizer.join()
         self.folder.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
-        begun = self.done
+        begun = self.number = self.done
         with ExitStack() as held:
             with self.folder.writing():
-                report = held.enter_context(Report(self.folder, self.config, begun, True))
+                self.report = report = held.enter_context(Report(self.folder, self.config, begun, True))
             report.say(self.corpus.about)
             report.say(
                 f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
-                + (f"joined after step {begun}{own}" if begun else f"{self.config.steps} steps")
+                + (f"joined after step {begun}{own}" if begun else length(self.config, self.corpus))
             )
             report.say_memory(self.model, self.optimizer, self.team.device)
             if not begun:
                 key = f" --key-file {self.config.key_file}" if self.config.key_file else ""
                 report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
-            self._heard(report)  # of a round that an error had left open
+            self._hear()  # of a round that an error had left open
+            self._heard = {}
+            run = Run(self.config, self.folder, self.team, self.corpus, self.model, self.method, report, self.stopping)
             try:
-                self._steps(report)
+                train_steps(run, self)
             except DemoptError:
                 self.run.close()
                 with suppress(DemoptError):  # the first error is the one to tell
                     self._save()
                 raise
-        self._leave()
-        if self.done == self.config.steps:
+        if not self.ended:
+            self._save()
+        self.run.wait_for_uploads()
+        if self.ended:
             with self.folder.writing(), self.method.shared():
                 finish(self.config, self.folder, self.model, self.corpus)
         print(f"weights after {self._rounds} rounds: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
 
-    def _steps(self, report: Report) -> None:
-        bad, config, run = 0, self.config, self.run
-        while self.done < config.steps and not run.stopping and not run.leaving:
-            began, step, heard = time.perf_counter(), self.done + 1, Row()
-            lr, passes = learning_rate(config, step), enumerate(self.share.passes(), self.drawn + 1)
-            drawn = [batch(self.corpus.train, config, part, self.stream, size=size) for part, size in passes]
-            self.drawn += len(drawn)
-            self._sequences += self.share.sequences
-            loss = gradient(self.method, config, self.team, lr, drawn)
-            run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences, **self._validated}
-            run.note["speed"] = self.share.speed
-            if config.top_k is None:
-                self.optimizer.samples = self._sequences  # a small machine counts as what it is
-            run.leaving = self.stopping() or step == config.steps
-            self.optimizer.local_step()
-            self.share.measured(time.perf_counter() - began)
-            if run.leaving or self.optimizer.due:
-                self._sequences = 0
-                self.optimizer.finish_round()
-                heard = self._heard(report)
-                if run.leaving:
-                    self.optimizer.flush()
-                    heard |= self._heard(report)
-            stats = self.optimizer.stats
-            row: Row = {
-                "step": step,
-                "loss": loss,
-                "lr": lr,
-                "batch": sum(map(len, drawn)),
-                **cost_of([stats], sum(stats.seconds.values())),
-            }
-            row |= heard
-            if step % config.eval_every == 0 or step == config.steps:
-                windows = validation_windows(self.corpus.val, config, 0, 1)
-                with self.method.shared():
-                    row["val_loss"] = validation_loss(self.model, windows, config, self.team)
-                self._validated = {"val_loss": row["val_loss"]} if math.isfinite(row["val_loss"]) else {}
-            row |= {"tokens": self.tokens, "step_seconds": time.perf_counter() - began}
-            with self.folder.writing():
-                report.step(row)
-            bad = 0 if math.isfinite(loss) else bad + 1
-            if bad == PATIENCE:
-                raise DemoptError(f"the loss has been {loss} for {bad} steps; try a lower --lr")
+    # Its rounds
 
-    def _heard(self, report: Report) -> Row:
-        """Returns a new outcome's part of a row; reports workers that came, left, or were waited for."""
-        run, last = self.run, self.run.last
+    def draw(self) -> Windows:
+        """Returns the windows of the next step; none if the run is over. Without any to read, it sends for some."""
+        config, run, train = self.config, self.run, self.corpus.train
+        while not (self.ended or run.stopping or run.leaving):
+            size, self.number = self.share.of(run.worker), self.done + 1
+            if not run.total:
+                self._step_sequences = size
+                parts = enumerate(passes(config, size), self.drawn + 1)
+                drawn = [batch(train, config, part, self.stream, size=each) for part, each in parts]
+                self.drawn += len(drawn)
+                return drawn
+            self._want()
+            numbers = run.take(size)
+            self._step_sequences = len(numbers)
+            if numbers:
+                return numbered(train, config, numbers)
+            if self.optimizer.replicator.in_flight:
+                self.optimizer.flush()
+                self._hear()
+            else:
+                run.leaving = self.stopping()
+                self._finish_round(math.nan)
+        return []
+
+    def step(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+        """Takes a local step, and finishes the round if it is due or nothing is left to read."""
+        run, row = self.run, rows[-1]
+        self._sequences += self._step_sequences
+        run.leaving = self.stopping() or self.number == self.config.steps
+        self.optimizer.local_step()
+        self.share.measured(self._step_sequences, seconds)
+        through = bool(run.total) and not run.held
+        if run.leaving or through or self.optimizer.due:
+            self._finish_round(row["loss"])
+        stats, heard = self.optimizer.stats, self._heard
+        row |= {"batch": self._step_sequences, **cost_of([stats], sum(stats.seconds.values())), **heard}
+        self._heard = {}
+        return looked_at or not through or self.ended  # what this worker read last may be before the end
+
+    def told(self, row: Row) -> None:
+        """Keeps the validation loss for the next messages."""
+        if "val_loss" in row:
+            self._validated = {"val_loss": row["val_loss"]} if math.isfinite(row["val_loss"]) else {}
+
+    def _want(self) -> None:
+        """Says how many sequences this worker wants to hold: those of a round, with delay of two."""
+        ahead = 2 if self.optimizer.replicator.options.background else 1
+        self.run.wanted = self.share.of(self.run.worker) * self.config.sync_every * ahead
+
+    def _finish_round(self, loss: float) -> None:
+        """Finishes the round, with this worker's numbers beside its message; `loss`: of the step."""
+        self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
+        self.run.note |= {**self._validated, "speed": self.share.speed}
+        if self.config.top_k is None:
+            self.optimizer.samples = max(1, self._sequences)  # a small machine counts as what it is
+        self._sequences = 0
+        self.optimizer.finish_round()
+        self._hear(loss)
+        if self.run.leaving:
+            self.optimizer.flush()
+            self._hear(loss)
+
+    def _hear(self, loss: float = math.nan) -> None:
+        """Notes a new outcome for the next row; reports workers that came, left, or were waited for."""
+        run, last, report = self.run, self.run.last, self.report
         if last is None or last is self._last:
-            return {}
+            return
         self._last, manifest = last, last.manifest
         if last.row is None:
             self._sequences += int(numbers_of(last.sent.note).get("sequences", 0))
@@ -262,19 +305,14 @@ class Worker:
         pairs = zip(manifest.senders, notes, strict=True)
         self._speeds |= {sender.worker: note["speed"] for sender, note in pairs if note.get("speed")}
         if not run.leaving:
-            trained = {each: self._speeds.get(each, 0.0) for each in {*members, run.worker}}
-            self.share.fit(trained, run.worker)
+            self.share.fit({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
         known = [note["loss"] for note in notes if "loss" in note]
         found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
-        return {**found, "loss": sum(known) / len(known)} if known else found
+        if known and math.isfinite(loss):
+            found["loss"] = sum(known) / len(known)
+        self._heard |= found
 
     # Leaving, and coming back
-
-    def _leave(self) -> None:
-        """Saves this worker's state, unless the run is done."""
-        if self.done < self.config.steps:
-            self._save()
-        self.run.wait_for_uploads()
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
