@@ -16,7 +16,7 @@ from demopt.errors import MessageError, SettingsError
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.reading import Reading, count, reading_of, sequence_at
-from demopt.runs.store import ObjectStore
+from demopt.runs.store import ObjectStore, Store
 
 TOTAL = 24
 
@@ -43,10 +43,10 @@ def _play(actions: list[tuple[str, int, int]]) -> tuple[Counter[int], set[int]]:
             if any(worker.run.all_read for worker in workers):
                 break
         assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
-        return Counter(token - 1 for token in literal(bare)[-1]), _lost(bare)
+        return Counter(token - 1 for token in literal(bare)[-1]), lost(bare)
 
 
-def _lost(bare: ObjectStore) -> set[int]:
+def lost(bare: Store) -> set[int]:
     """The numbers of workers that a manifest drops without a message of theirs."""
     record, found, number = log.read_record(bare), set[int](), 0
     before = None
@@ -62,9 +62,9 @@ def _lost(bare: ObjectStore) -> set[int]:
 @hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=50))
 @hypothesis.settings(max_examples=max(60, hypothesis.settings.default.max_examples // 2))
 def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: list[Any]) -> None:
-    read, lost = _play(actions)
+    read, gone = _play(actions)
     assert {*read} == {*range(TOTAL)}, "a number was never read"
-    assert {number for number, times in read.items() if times > 1} <= lost, "a number was read twice"
+    assert {number for number, times in read.items() if times > 1} <= gone, "a number was read twice"
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -20,7 +20,7 @@ from demopt.errors import ExchangeError
 from demopt.runs import log
 from demopt.runs.store import open_store
 from demopt.train.config import TrainConfig, config_of
-from demopt.train.runs.note import NUMBERS, numbers_of
+from demopt.train.runs.status import NUMBERS, numbers_of
 from demopt.train.runs.worker import settings_of, train_in_folder
 
 FLAGS = """

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import servers
+from test_reading import lost
 
 import forked
 import models
@@ -264,20 +265,9 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     digest = machines.ended(third, "third")
     assert machines.ended(first, "first") == digest
     number = 6460 // 32  # without the twentieth for validation
-    read, lost, before = Counter(), set(), None
-    for file in machines.place.glob("*.read"):
-        read.update(map(int, file.read_text().split()))
-    for place in range(10**6):
-        if not log.look(machines.store, place).decided:
-            break
-        manifest = machines.manifest(place)
-        for worker in before.reading.held if before else ():
-            if worker not in {*manifest.members, *(sender.worker for sender in manifest.senders)}:
-                lost |= {*before.reading.numbers(worker)}
-        before = manifest
+    read = Counter(int(each) for file in machines.place.glob("*.read") for each in file.read_text().split())
     assert {*read} == {*range(number)}
-    assert {each for each, times in read.items() if times > 1} <= lost
-    assert before.reading.position == number
+    assert {each for each, times in read.items() if times > 1} <= lost(machines.store)
     assert machines.said("third").count("final validation loss") == 1
     assert forked.demopt("status", machines.run).stdout.startswith("done: run ")
     replay = forked.demopt("replay", machines.run)

@@ -16,7 +16,7 @@ from demopt import cli
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, resolve
 from demopt.train.folder import RunFolder
-from demopt.train.memory import refuse_if_too_large
+from demopt.train.method import refuse_if_too_large
 from demopt.train.runs.worker import train_in_folder
 from demopt.train.team import pick_device
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from train_runs import STEPS, as_killed, metrics, once, timeless
 
 import forked
-from demopt.train import chat, data
+from demopt.train import data
 from demopt.train.config import InputError, TrainConfig, assemble, resolve
 from demopt.train.data import load_corpus, load_tokenizer
 from demopt.train.model import begin, save
@@ -210,7 +210,7 @@ def test_answer_that_later_turns_rewrite_is_a_text_of_its_own(base):
         "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2]
-    row, starts = chat.encode_chats([chat.parse(turns)], tokenizer, 100)
+    row, starts = data.encode_chats([data.parse(turns)], tokenizer, 100)
     texts = [tokenizer.decode(part[part >= 0]) for part in np.split(row, starts[1:])]
     assert texts == ["think b\n", "think b\n"]
 

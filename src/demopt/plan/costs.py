@@ -16,8 +16,7 @@ from demopt.exchange import SingleRank
 from demopt.replicator.wiring import make_route
 from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.data import BYTE_VOCABULARY
-from demopt.train.memory import Memory, memory_of
-from demopt.train.method import FLOAT32_BYTES, make_optimizer
+from demopt.train.method import FLOAT32_BYTES, Memory, make_optimizer, memory_of
 from demopt.train.model import build, count_parameters
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's

@@ -20,9 +20,9 @@ from rich.filesize import decimal
 
 from demopt.errors import first_line
 from demopt.runs.reading import sequence_at
-from demopt.train.chat import ANSWERER, Chat, encode_chats, parse
 from demopt.train.config import InputError, TrainConfig
 
+ANSWERER = "assistant"
 TOKEN_SUFFIXES = (".npy", ".bin")
 LINES_SUFFIX = ".jsonl"
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
@@ -87,9 +87,12 @@ class Corpus:
 
 def load_corpus(config: TrainConfig) -> Corpus:
     """Reads --data: memory-maps token files, or encodes text."""
-    files = token_files(config)
-    corpus = _from_token_files(config, files) if files else _from_documents(config, documents(config))
-    return replace(_checked(config, corpus), source=_source(config))
+    files = [file for name in config.data for file in _files(Path(name), config)]
+    tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
+    if tokens and len(tokens) < len(files):
+        raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
+    corpus = _from_token_files(config, tokens) if tokens else _from_documents(config, documents(config))
+    return replace(_checked(config, corpus), source=_source(files))
 
 
 def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -221,26 +224,16 @@ def _documents(file: Path) -> Iterator[bytes]:
             )
 
 
-def _source(config: TrainConfig) -> str:
+def _source(files: list[Path]) -> str:
     """Returns the names and the size of the files that are read, and which are left out."""
-    if not config.data:
+    if not files:
         return "the text of Python's standard library"
-    files = [file for name in config.data for file in _files(Path(name), config)]
     left = [file for file in files if file.suffix not in TOKEN_SUFFIXES and unfit(file)]
     read = [file for file in files if file not in left]
     more = f" and {len(read) - 2} more" if len(read) > 2 else ""
     size = decimal(sum(file.stat().st_size for file in read))
     out = f"; left out {len(left)} without text, such as {left[0].name}" if left else ""
     return f"{', '.join(file.name for file in read[:2])}{more}, {size}{out}"
-
-
-def token_files(config: TrainConfig) -> list[Path]:
-    """Returns the token files of --data, empty if it names text; InputError if it names both."""
-    files = [file for name in config.data for file in _files(Path(name), config)]
-    tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
-    if tokens and len(tokens) < len(files):
-        raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
-    return tokens
 
 
 def _standard_library() -> list[Path]:
@@ -394,3 +387,76 @@ def _fingerprint(*parts: Tokens) -> str:
             digest.update(f"{row.dtype.str} {len(row)};".encode())
             digest.update(np.ascontiguousarray(row).data)
     return digest.hexdigest()
+
+
+# Conversations, lines of JSON with `messages`: rendered by the tokenizer's template; only answers are targets. A token
+# that is context only is stored as its complement, -1 - token (`~token`), so that a row of tokens says both.
+
+
+class Chat(bytes):
+    """A conversation: its messages as JSON."""
+
+
+def parse(messages: Any) -> Chat | None:
+    """Returns the conversation; None if this is no list of messages with `role` and `content`."""
+    fits = isinstance(messages, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages
+    )
+    return Chat(json.dumps(messages).encode()) if messages and fits else None
+
+
+def encode_chats(chats: Sequence[bytes], tokenizer: Any, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the tokens of `Chat`s in a row, and where windows begin: at each conversation, then all `length` tokens.
+
+    InputError if the tokenizer has no template, or it refuses a conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None) or not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            "--data has the messages of chats, and the tokenizer has no chat template for them; give --model or "
+            "--tokenizer of a chat model (chat_template.jinja in its folder), or JSON lines with text"
+        )
+    rows, starts, begin = [np.empty(0, np.int64)], list[int](), 0
+    for chat in chats:
+        for text, answers in _render(json.loads(chat), tokenizer):
+            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            row, offsets = np.array(found["input_ids"], np.int64), np.array(found["offset_mapping"]).reshape(-1, 2)
+            target = np.zeros(len(row), bool)
+            for first, last in answers:
+                target |= (offsets[:, 0] >= first) & (offsets[:, 1] <= last) & (offsets[:, 0] < offsets[:, 1])
+            rows.append(np.where(target, row, ~row))
+            starts += range(begin, begin + len(row), length)
+            begin += len(row)
+    return np.concatenate(rows), np.array(starts, np.int64)
+
+
+def _render(messages: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yields the conversation with its answers; before it, each answer that it does not repeat in full.
+
+    Some templates drop the reasoning from all answers but the last: such an answer is trained in a text of its own.
+    """
+
+    def text(count: int, ask: bool = False) -> str:
+        if not count:
+            return ""
+        try:
+            return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask))
+        except Exception as error:  # a template is a program
+            raise InputError(
+                f"--data: the tokenizer's chat template refuses the conversation that begins {messages[0]}: "
+                f"{first_line(error)}"
+            ) from None
+
+    whole, answers = text(len(messages)), []
+    for number, message in enumerate(messages):
+        if message["role"] != ANSWERER:
+            continue
+        asked, answered = text(number, ask=True), text(number + 1)
+        if not answered.startswith(asked):  # the prompt for an answer is more than what answers begin with
+            asked = text(number)
+        span = (len(asked), len(answered))
+        if whole.startswith(answered):
+            answers.append(span)
+        else:
+            yield answered, [span]
+    if answers:
+        yield whole, answers

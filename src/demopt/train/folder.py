@@ -32,18 +32,7 @@ class RunFolder:
         self.picture = root / "loss.svg"
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
         self.state = root / "state.pt"  # of a worker that has left a run in a folder
-        trackers = (root / "tensorboard", root / "wandb")
-        self.written = (
-            self.config,
-            self.metrics,
-            self.checkpoints,
-            self.model,
-            self.merged,
-            self.picture,
-            self.stop,
-            self.state,
-            *trackers,
-        )
+        self.written = [*vars(self).values(), root / "tensorboard", root / "wandb"][1:]  # without `root`
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -22,8 +22,7 @@ from demopt.train import checkpoint
 from demopt.train.config import TrainConfig, resolve
 from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
-from demopt.train.signals import stop_on_signals
-from demopt.train.team import pick_device
+from demopt.train.team import pick_device, stop_on_signals
 from demopt.train.worker import ENDED, STOP
 
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.

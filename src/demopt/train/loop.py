@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from demopt.errors import DemoptError
 from demopt.train.config import TrainConfig
@@ -47,9 +48,8 @@ class Run:
 class Rounds(Protocol):
     """How the workers of a run meet: as connected ranks, or through a folder, where they come and go."""
 
-    @property
-    def number(self) -> int:
-        """The step that was drawn last."""
+    number: int  # the step that was drawn last
+    tokens: int  # trained on so far, by all workers
 
     @property
     def ended(self) -> bool:
@@ -58,10 +58,6 @@ class Rounds(Protocol):
     @property
     def part(self) -> float | None:
         """With --epochs, the part of the run's sequences that is read."""
-
-    @property
-    def tokens(self) -> int:
-        """The tokens trained on so far, by all workers."""
 
     def draw(self) -> Windows:
         """Returns the windows of this worker's next step; none if the run is over."""
@@ -197,10 +193,11 @@ def _gradient(
     """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
     method.set_lr(lr)
     method.optimizer.zero_grad()
-    loss, count = 0.0, sum(map(targets, windows))
+    forward, loss, count = method.forward, 0.0, sum(map(targets, windows))
     for number, part in enumerate(windows, 1):
-        with nullcontext() if number == len(windows) else method.quiet():
-            loss += backward(method.forward, part, config, team.device, count)
+        early = number < len(windows)  # DDP synchronizes in the last pass
+        with forward.no_sync() if early and isinstance(forward, DistributedDataParallel) else nullcontext():
+            loss += backward(forward, part, config, team.device, count)
     if config.clip:
-        torch.nn.utils.clip_grad_norm_(method.forward.parameters(), config.clip)
+        torch.nn.utils.clip_grad_norm_(forward.parameters(), config.clip)
     return loss

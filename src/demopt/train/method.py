@@ -1,15 +1,20 @@
-"""The optimizer of a run and the cost of its steps: LocalDeMo or DeMo on the plain model, or AdamW with DDP."""
+"""A run's optimizer (LocalDeMo, DeMo, or AdamW with DDP), the cost of its steps, and a worker's memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import os
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from rich.filesize import decimal
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import demopt
@@ -18,8 +23,9 @@ from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
+from demopt.train.data import BYTE_VOCABULARY
 from demopt.train.folder import Row
-from demopt.train.model import count_parameters
+from demopt.train.model import autocasts, build, count_parameters
 from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
@@ -41,10 +47,6 @@ class Method:
         for group, share in zip(self.optimizer.param_groups, self.shares, strict=True):
             group["lr"], group["initial_lr"] = lr * share, share  # as torch's schedulers mark a group that they hold
 
-    def quiet(self) -> AbstractContextManager[None]:
-        """The context for all but the last backward pass of a step: gradients are not synchronized."""
-        return self.forward.no_sync() if isinstance(self.forward, DistributedDataParallel) else nullcontext()
-
     def shared(self) -> AbstractContextManager[None]:
         """The context to evaluate and save in: the model's weights are the same on all ranks."""
         return self.optimizer.shared() if isinstance(self.optimizer, LocalDeMo) else nullcontext()
@@ -53,13 +55,6 @@ class Method:
     def met(self) -> bool:
         """Whether the ranks exchanged anything in the last step; local steps between two rounds do not."""
         return not (isinstance(self.optimizer, LocalDeMo) and self.optimizer.local_steps)
-
-    @property
-    def route(self) -> str | None:
-        """The route of the messages, and why it was chosen; None with DDP. Known after the first round."""
-        if not isinstance(self.optimizer, DeMo | LocalDeMo):
-            return None
-        return self.optimizer.stats.route.partition(";")[0]  # without the reasons against other routes
 
     def step(self, looked_at: bool, last: bool = False) -> Row:
         """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
@@ -72,13 +67,9 @@ class Method:
         if not isinstance(optimizer, DeMo | LocalDeMo):
             dense = FLOAT32_BYTES * self.parameters
             traffic = all_reduce_bytes(dense, self.world_size)
-            return {
-                "payload_bytes": dense,
-                "sent_bytes": traffic,
-                "received_bytes": traffic,
-                "optimizer_seconds": time.perf_counter() - began,
-                "exchange_seconds": None,  # DDP exchanges during backward
-            }
+            row: Row = {"payload_bytes": dense, "sent_bytes": traffic, "received_bytes": traffic}
+            row["optimizer_seconds"] = time.perf_counter() - began
+            return row | {"exchange_seconds": None}  # DDP exchanges during backward
         parts = [optimizer.stats]
         if isinstance(optimizer, LocalDeMo):
             if looked_at and optimizer.replicator.in_flight:
@@ -142,3 +133,101 @@ def check_settings(config: TrainConfig) -> None:
         make_optimizer(config, nn.Linear(2, 2), SingleRank())
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"--optimizer {config.optimizer}: {error}") from None
+
+
+# Memory, from shapes: known before the first step, and without any of it
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker. `activations`: all that a forward pass keeps for backward; 0 if it cannot be counted.
+
+    `optimizer`: Muon's momentum, AdamW's moments, buckets of DistributedDataParallel. `demopt`: global weights, errors,
+    momenta.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    demopt: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(dataclasses.astuple(self))
+
+    def __str__(self) -> str:
+        parts = [f"{name} {decimal(each)}" for name, each in dataclasses.asdict(self).items() if each]
+        return f"memory about {decimal(self.total)}: {', '.join(parts)}"
+
+
+def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any, activations: int) -> Memory:
+    """Returns the memory for a model and its optimizer before the first step; both may be on the meta device."""
+    trained = size_of(parameter for parameter in model.parameters() if parameter.requires_grad)
+    moments = ours = 0
+    if config.optimizer != "demo":  # Muon keeps a momentum, AdamW two moments
+        groups = [(group, size_of(group["params"])) for group in optimizer.param_groups]
+        moments = sum(size if "ns_steps" in group else 2 * size for group, size in groups)
+    if config.optimizer == "adamw":
+        moments += trained
+    else:
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        ours = size_of(value for value in state if isinstance(value, Tensor))
+    return Memory(size_of([*model.parameters(), *model.buffers()]), trained, moments, ours, activations)
+
+
+def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int) -> None:
+    """Raises InputError, before anything is read or made, if the run's workers on this machine cannot fit into it."""
+    if device.type == "cuda":
+        here, workers = torch.cuda.get_device_properties(device).total_memory, 1
+    elif hasattr(os, "sysconf"):
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    what = f"--model {config.model}" if config.model else f"--preset {config.preset}"
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or BYTE_VOCABULARY)
+    with torch.device("meta"):
+        model = build(config)
+    try:
+        needed = memory_of(config, model, make_optimizer(config, model, SingleRank()), activations=0)
+    except ValueError as error:  # such as a message that would be too long
+        raise InputError(f"{what}: {error}") from None
+    if 2 * needed.total * workers > here:  # otherwise not worth the time
+        needed = dataclasses.replace(needed, activations=activations_of(config, autocasts(config, device)))
+    if needed.total * workers > here:
+        raise InputError(
+            f"{what} does not fit: {needed}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(here)}: "
+            "take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
+        )
+
+
+def activations_of(config: TrainConfig, autocast: bool) -> int:
+    """Returns the bytes that a forward pass and its loss keep for backward: of tensors without content."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kept: dict[int, Tensor] = {}  # by storage; the tensors, so that no storage comes twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.device("meta"):
+        model = build(config)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model.to_empty(device="cpu")
+            tokens = torch.zeros(config.batch, config.sequence or 1, dtype=torch.long)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                logits = model(input_ids=tokens, use_cache=False).logits
+                F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+            for parameter in model.parameters():
+                kept.pop(parameter.untyped_storage()._cdata, None)
+            return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    except Exception:  # an architecture looks at contents, which are not there
+        return 0
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors, without those of a single number."""
+    return sum(tensor.nbytes for tensor in tensors if tensor.dim())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import accumulate
 
 from rich.filesize import decimal
 
@@ -37,29 +38,28 @@ def svg(rows: Sequence[Row], title: str) -> str:
     """Returns an SVG with two panels over the steps: losses; and the bytes of one worker, with its rounds."""
     train = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
     val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
-    sent, received, rounds = [], [], []
-    up = down = 0
-    for row in rows:
-        up, down = up + row["sent_bytes"], down + row["received_bytes"]
-        sent.append((row["step"], up))
-        received.append((row["step"], down))
-        rounds += [row["step"]] if row["payload_bytes"] else []
+    sent, received = (
+        [*zip([row["step"] for row in rows], accumulate(row[name] for row in rows), strict=True)]
+        for name in ("sent_bytes", "received_bytes")
+    )
+    rounds = [row["step"] for row in rows if row["payload_bytes"]]
     first, last = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 1)
-    steps = (first, max(last, first + 1))
-    known = [y for _, y in train + val] or [0.0]
-    body = [f'<text x="{EDGE}" y="20" font-size="14">{escape(title)}</text>']
-    body += _panel(36, (min(known), max(known)), "{:.2f}".format)
-    body += [_curve(_thinned(train, DETAIL), steps, (min(known), max(known)), 36, TRAIN, "training loss, nats", 0)]
-    body += [_curve(val, steps, (min(known), max(known)), 36, VALIDATION, "validation", 1)]
-    top, most = 36 + HIGH + 30, float(max(up, down, 1))
-    body += _panel(top, (0.0, most), lambda value: decimal(round(value)))
-    body += [_curve(_thinned(sent, DETAIL), steps, (0.0, most), top, SENT, "bytes sent by one worker", 0)]
-    body += [_curve(_thinned(received, DETAIL), steps, (0.0, most), top, RECEIVED, "received", 1)]
-    marks = rounds[:: max(1, -(-len(rounds) // DETAIL))]
-    ticks = "".join(f"M{_x(step, steps):.1f} {top + HIGH}v-6" for step in marks)
-    body += [f'<path d="{ticks}" stroke="#888" fill="none"><title>{len(rounds)} rounds</title></path>']
-    body += [f'<text x="{EDGE}" y="{top + HIGH + 18}">step {first}; {len(rounds)} rounds, as ticks</text>']
-    body += [f'<text x="{EDGE + WIDE}" y="{top + HIGH + 18}" text-anchor="end">{last}</text>']
+    steps, known = (first, max(last, first + 1)), [y for _, y in train + val] or [0.0]
+    losses, top = (min(known), max(known)), 36 + HIGH + 30
+    counts = (0.0, float(max([1, *(total for _, total in sent[-1:] + received[-1:])])))
+    ticks = "".join(f"M{_x(step, steps):.1f} {top + HIGH}v-6" for step in rounds[:: -(-len(rounds) // DETAIL) or 1])
+    body = [
+        f'<text x="{EDGE}" y="20" font-size="14">{escape(title)}</text>',
+        *_panel(36, losses, "{:.2f}".format),
+        _curve(_thinned(train, DETAIL), steps, losses, 36, TRAIN, "training loss, nats", 0),
+        _curve(val, steps, losses, 36, VALIDATION, "validation", 1),
+        *_panel(top, counts, lambda value: decimal(round(value))),
+        _curve(_thinned(sent, DETAIL), steps, counts, top, SENT, "bytes sent by one worker", 0),
+        _curve(_thinned(received, DETAIL), steps, counts, top, RECEIVED, "received", 1),
+        f'<path d="{ticks}" stroke="#888" fill="none"><title>{len(rounds)} rounds</title></path>',
+        f'<text x="{EDGE}" y="{top + HIGH + 18}">step {first}; {len(rounds)} rounds, as ticks</text>',
+        f'<text x="{EDGE + WIDE}" y="{top + HIGH + 18}" text-anchor="end">{last}</text>',
+    ]
     size = f'width="{WIDE + EDGE + 16}" height="{top + HIGH + 30}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11" fill="#777">'
     return "\n".join([head, *body, "</svg>\n"])

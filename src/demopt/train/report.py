@@ -21,8 +21,7 @@ from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.folder import Row, RunFolder
-from demopt.train.memory import activations_of, memory_of
-from demopt.train.method import FLOAT32_BYTES
+from demopt.train.method import FLOAT32_BYTES, activations_of, memory_of
 from demopt.train.model import autocasts, count_parameters, save
 from demopt.train.picture import COLUMNS, letters, svg
 from demopt.train.screen import Screen
@@ -127,7 +126,8 @@ def finish(config: TrainConfig, folder: RunFolder, model: Any, corpus: Corpus) -
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
     """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
     workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most rounds of a folder
-    table = Table(title=f"{config.optimizer}, {_team(workers)}, {parameters:,} parameters, {len(rows)} steps")
+    team = f"{workers} worker{'s' * (workers != 1)}"
+    table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
     table.add_column()
     table.add_column("this run", justify="right")
     counted = config.optimizer != "adamw"
@@ -160,7 +160,3 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         more = (decimal(ddp), f"{ddp / value:.1f}x" if value else "-") if len(table.columns) > 2 else ()
         table.add_row(label if counted else f"{label}, computed", decimal(value), *more)
     Console().print(table)
-
-
-def _team(workers: int) -> str:
-    return f"{workers} worker{'s' * (workers != 1)}"

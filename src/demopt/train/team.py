@@ -1,15 +1,17 @@
-"""The workers of a run: their ranks, devices and addresses, and small collectives between them."""
+"""The workers of a run: their ranks, devices, addresses and signals, and small collectives between them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -138,6 +140,33 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
 def cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "this step") -> Iterator[list[int]]:
+    """Yields the signals that have come: the first is a request to stop, the second ends this process at once.
+
+    With the launcher end its workers. They have POSIX sessions of their own, so Ctrl-C in a terminal spares them.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(number)
+        stopped = "stopped at once" if len(received) > 1 else f"stopping after {after}; once more to stop at once"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"demopt: {stopped}", file=sys.stderr, flush=True)
+        if len(received) > 1:
+            os._exit(128 + number)
+        request()
+
+    kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    handlers = {kind: signal.signal(kind, handle) for kind in kinds}
+    try:
+        yield received
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
 
 
 # Addresses: where gloo listens on this machine

@@ -20,6 +20,7 @@ from typing import NoReturn
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.train import checkpoint
 from demopt.train.config import (
@@ -34,12 +35,10 @@ from demopt.train.config import (
 from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
 from demopt.train.folder import Row, RunFolder
 from demopt.train.loop import Run, Share, Windows, length, passes, train_steps
-from demopt.train.memory import refuse_if_too_large
-from demopt.train.method import check_settings, make_method
+from demopt.train.method import check_settings, make_method, refuse_if_too_large
 from demopt.train.model import begin
 from demopt.train.report import Report, finish
-from demopt.train.signals import stop_on_signals
-from demopt.train.team import Team, join
+from demopt.train.team import Team, join, stop_on_signals
 
 STOP, ENDED = "stop", "ended"  # files beside SETTINGS.json: the launcher asks for the end; the run has come to its own
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -97,9 +96,9 @@ class Connected:
         if not (run.method.met or looked_at):
             return False
         self._meet(rows)
-        if not self._told and run.method.route:
+        if not self._told and isinstance(optimizer, DeMo | LocalDeMo):
             self._told = True
-            run.report.say(f"route {run.method.route}")
+            run.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # without the reasons against others
         return True
 
     def told(self, row: Row) -> None:

@@ -60,22 +60,16 @@ def status(
     from rich.live import Live
 
     console = Console(highlight=False)
-    found = status_of(store, record, address)
-    if not watch or not console.is_terminal:
-        console.print(shown(found))
-    with (
-        Live(shown(found), console=console, auto_refresh=False)
-        if watch and console.is_terminal
-        else nullcontext() as live
-    ):
-        while watch and found["state"] == "open":
-            time.sleep(WATCH_SECONDS)
+    with Live(console=console, auto_refresh=False) if watch and console.is_terminal else nullcontext() as live:
+        while True:
             found = status_of(store, record, address)
             if live is None:
                 console.print(shown(found))
             else:
                 live.update(shown(found), refresh=True)
-    return 0
+            if not watch or found["state"] != "open":
+                return 0
+            time.sleep(WATCH_SECONDS)
 
 
 def stop(address: Address, key_file: KeyFile = None) -> int:
@@ -106,7 +100,7 @@ def export(
     key_file: KeyFile = None,
 ) -> int:
     """Save the newest common weights of a run as a model of transformers, without joining it."""
-    from demopt.train.runs.export import export_model
+    from demopt.train.runs.worker import export_model
 
     rounds = export_model(address, out, key_file, {"model": model, "tokenizer": tokenizer, "merge": merge})
     print(f"the model after {rounds} rounds is in {out}")

@@ -13,28 +13,23 @@ from rich.text import Text
 
 from demopt.errors import printable
 from demopt.runs import log
-from demopt.train.runs.note import numbers_of
 from demopt.train.screen import duration
 
 if TYPE_CHECKING:
     from demopt.runs.log import Manifest, Record, Seen
     from demopt.runs.store import Store
 
+#: The numbers in a worker's note that others read, and the largest of each that a training run can have.
+NUMBERS = {"loss": 1e6, "val_loss": 1e6, "sequences": float(1 << 32), "speed": 1e9}
 SPANS = (32, 8, 2, 1)  # rounds that the time of a round is measured over: the first whose manifest is still there
-
-
-def open_round(store: Store, record: Record) -> int:
-    """Returns the first round without a manifest: those since the newest checkpoint are tried one by one."""
-    number = log.checkpoints(store)[-1]
-    while log.read_manifest(store, record.identity, number) is not None:
-        number += 1
-    return number
 
 
 def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     """Returns the progress of a run and of its workers, by name. Times are by the workers' clocks."""
-    number = open_round(store, record)
+    number = log.checkpoints(store)[-1]
     last = log.read_manifest(store, record.identity, number - 1) if number else None
+    while (following := log.read_manifest(store, record.identity, number)) is not None:  # the open round has none
+        last, number = following, number + 1
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
     counts = {name: value for name, value in settings.items() if type(value) is int and 0 < value < 1 << 62}
@@ -129,3 +124,20 @@ def _seconds_between(one: str, other: str) -> float | None:
     with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, round((datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds(), 1))
     return None
+
+
+def numbers_of(note: Any) -> dict[str, float]:
+    """Returns the known numbers in a note; anything else that another worker has put there is as good as nothing.
+
+    Examples:
+        >>> numbers_of({"loss": 2.5, "sequences": "boom", "more": 1})
+        {'loss': 2.5}
+        >>> numbers_of({"loss": float("inf"), "sequences": 10**400}), numbers_of(["loss"])
+        ({}, {})
+    """
+    found = note if isinstance(note, dict) else {}
+    return {
+        name: found[name]
+        for name, most in NUMBERS.items()
+        if type(found.get(name)) in (int, float) and 0 <= found[name] <= most
+    }

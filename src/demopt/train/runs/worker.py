@@ -8,10 +8,9 @@ import pickle
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,17 +33,24 @@ from demopt.train.config import (
     read_file,
     resolve,
 )
-from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
+from demopt.train.data import (
+    TOKEN_SUFFIXES,
+    Corpus,
+    batch,
+    load_corpus,
+    numbered,
+    save_tokenizer,
+    sequences,
+    with_vocabulary,
+)
 from demopt.train.folder import Row, RunFolder
 from demopt.train.loop import Run, Share, Windows, length, passes, train_steps
-from demopt.train.memory import refuse_if_too_large
-from demopt.train.method import check_settings, cost_of, make_method
-from demopt.train.model import begin
+from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
+from demopt.train.model import begin, save
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
-from demopt.train.runs.note import numbers_of
-from demopt.train.signals import stop_on_signals
-from demopt.train.team import Team, cores, pick_device
+from demopt.train.runs.status import numbers_of
+from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
 #: The settings that a machine takes from a run: those that must be equal, and where its text, model and tokenizer are.
 SHARED = {"data", "model", "tokenizer", *(name for name, about in SETTINGS.items() if not about["free"])}
@@ -55,25 +61,22 @@ LONG = 2.0  # seconds of waiting for others that are worth a word
 def train_in_folder(config: TrainConfig) -> int:
     """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code."""
     config = resolve(config)
-    check(config)
+    device = _check(config)
     folder = RunFolder(Path(config.out))
     if not config.overwrite and _is_of(folder, config.run):  # the same command again, after an error
         config = dataclasses.replace(config, resume=True)
     folder.refuse_if_taken(config)
-    refuse_if_too_large(config, pick_device(config.device, 0, 1), 1)
+    refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     with _in_memory():
         config, model = begin(with_vocabulary(config, corpus))
     shared = {name: value for name, value in config.record().items() if name in SHARED} | {TEXT: corpus.fingerprint}
     shared["tokenizer"] = None if config.tokenizer == config.model else config.tokenizer
-    settings: dict[str, Any] = {
-        "checkpoint_every": config.checkpoint_every,
-        "keep_log": config.keep_log,
-        "settings": shared,
-    }
     try:
-        key = key_of(config.key_file)
-        run = FolderExchange(config.run, late=config.late, patience=config.timeout, key=key, **settings)
+        run = FolderExchange(
+            config.run, late=config.late, patience=config.timeout, key=key_of(config.key_file),
+            checkpoint_every=config.checkpoint_every, keep_log=config.keep_log, settings=shared,
+        )  # fmt: skip
     except ValueError as error:
         raise InputError(f"--run: {error}") from None
     found = log.read_record(run.store)
@@ -82,15 +85,14 @@ def train_in_folder(config: TrainConfig) -> int:
             raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
         before = {name: value for name, value in found.settings.items() if name in SHARED}
         again = f"demopt join {config.run} takes all settings from it"
-        where = f"the run in {config.run}"
-        check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), where, again)
+        check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), f"the run in {config.run}", again)
     fresh = config.overwrite or not folder.config.exists()
     with folder.held():
         folder.claim(config)
         with stop_on_signals(after="one more round") as received:
             run.heard = lambda: bool(received) or folder.stop.exists()
             try:
-                worker = Worker(config, folder, corpus, model, run, run.heard)
+                worker = Worker(config, folder, corpus, model, run, device)
                 worker.train()
             finally:
                 run.close()
@@ -108,8 +110,8 @@ def train_in_folder(config: TrainConfig) -> int:
     return 0
 
 
-def check(config: TrainConfig) -> None:
-    """Raises InputError for settings that do not go with a folder."""
+def _check(config: TrainConfig) -> torch.device:
+    """Returns the device; InputError for settings that do not go with a folder."""
     if config.optimizer != "local":
         raise InputError(f"--run takes --optimizer local, which exchanges every few steps; it is {config.optimizer}")
     if config.workers > 1:
@@ -118,7 +120,7 @@ def check(config: TrainConfig) -> None:
             f"demopt join {config.run} with another --out, on a machine with GPUs also with CUDA_VISIBLE_DEVICES"
         )
     check_settings(config)
-    pick_device(config.device, 0, 1)
+    return pick_device(config.device, 0, 1)
 
 
 class Worker:
@@ -134,11 +136,11 @@ class Worker:
         corpus: Corpus,
         model: nn.Module,
         run: FolderExchange,
-        stopping: Callable[[], bool],
+        device: torch.device,
     ) -> None:
-        self.config, self.folder, self.corpus, self.run, self.stopping = config, folder, corpus, run, stopping
+        self.config, self.folder, self.corpus, self.run, self.stopping = config, folder, corpus, run, run.heard
         torch.set_num_threads(config.threads or cores())
-        self.team = Team(0, 1, pick_device(config.device, 0, 1), SingleRank())
+        self.team = Team(0, 1, device, SingleRank())
         self.model = model.to(self.team.device)
         self.method = make_method(config, self.model, self.team, run)
         assert isinstance(self.method.optimizer, LocalDeMo)
@@ -381,3 +383,19 @@ def _in_memory() -> Iterator[None]:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
+
+
+def export_model(address: str, out: str, key_file: str | None, given: Given) -> int:
+    """Writes the newest weights that all workers have, and the tokenizer; returns the number of rounds."""
+    config, record = settings_in(address, key_file, given)
+    if "steps" not in record.settings:
+        raise InputError(f"the run in {address} was not started by demopt train; see LocalDeMo.observe for its script")
+    config, model = begin(resolve(config))
+    optimizer = make_optimizer(config, model, FolderExchange(address, patience=30.0, key=key_of(key_file)))
+    assert isinstance(optimizer, LocalDeMo)
+    rounds = optimizer.observe()
+    text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
+    with RunFolder(Path(out)).writing(), optimizer.shared():
+        save(config, model, Path(out), config.merge)
+        save_tokenizer(config, Path(out), text)
+    return rounds
