@@ -31,6 +31,7 @@ from demopt.train.team import pick_device
         (["--heads", "5"], "--width is 192; it must be an even multiple of --heads 5"),
         (["--device", "cuda"], "--device cuda: this torch has cpu here; take one of them"),
         (["--device", "mps", "--optimizer", "demo"], "--device mps takes --optimizer local"),
+        (["--epochs", "1", "--steps", "7"], "leave out --steps or --epochs"),
         (["--colour", "red"], "No such option"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--resume"], "holds no run; start one without --resume"),
