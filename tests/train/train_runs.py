@@ -77,13 +77,17 @@ AT_STEP = """
 import os, signal, time
 from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
-    from demopt.train.worker import Connected
-    draw = Connected.draw
-    def changed(rounds):
-        if rounds.number + 1 == {step}:
-            {action}
-        return draw(rounds)
-    Connected.draw = changed
+    import demopt.train.loop as loop
+    train_steps = loop.train_steps
+    def changed(run, rounds):
+        draw = rounds.draw
+        def held():
+            if rounds.number + 1 == {step}:
+                {action}
+            return draw()
+        rounds.draw = held
+        train_steps(run, rounds)
+    loop.train_steps = changed
 """
 
 
@@ -100,8 +104,8 @@ def start_held(out, text, *more, number, release=True):
     There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
     """
     held = Path(f"{out}-{number}") / "held"
-    until = f"{release} and rounds.run.stop_requested()"
-    wait = f"Path({str(held)!r}).touch()\n            while not ({until}): time.sleep(0.01)"
+    until = f"{release} and run.stop_requested()"
+    wait = f"Path({str(held)!r}).touch()\n                while not ({until}): time.sleep(0.01)"
     process = start(out, text, *more, env=at_step(number, 0, wait, held.parent))
     wait_for(held.exists, process)
     return process
