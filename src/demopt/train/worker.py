@@ -96,7 +96,7 @@ class Connected:
         if not (run.method.met or looked_at):
             return False
         self._meet(rows)
-        if not self._told and isinstance(optimizer, DeMo | LocalDeMo):
+        if not self._told and isinstance(optimizer, DeMo | LocalDeMo) and optimizer.stats.route:  # after a round
             self._told = True
             run.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # without the reasons against others
         return True
