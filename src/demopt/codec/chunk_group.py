@@ -27,13 +27,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 27  # an accelerator pays for each operation: a ch
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The traits that parameters of one chunk group share; `param_group` is the number of theirs.
-
-    Examples:
-        >>> key = GroupKey(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), exact=True)
-        >>> key.length, key.ties
-        (4096, True)
-    """
+    """The traits that parameters of one chunk group share; `param_group` is the number of theirs."""
 
     param_group: int
     chunk_shape: tuple[int, int]

@@ -23,11 +23,6 @@ def trusted(agreement_2WW: Tensor) -> list[int]:
 
     Two counts. First each rank is as good as its friend number W // 2: a minority cannot lift itself by agreeing with
     itself. Then the sum over those that are left, which is the harm itself: a rank cannot please two, fight the rest.
-
-    Examples:
-        >>> honest = [[0, 30, 32, -31], [31, 0, 30, -29], [30, 31, 0, -30], [-31, -29, -30, 0]]
-        >>> trusted(torch.stack((torch.tensor(honest) * FULL * 100, torch.full((4, 4), 10_000))))
-        [0, 1, 2]
     """
     table, ranks = agreement_2WW[0].tolist(), list(range(agreement_2WW.shape[1]))
     if len(ranks) < 3:

@@ -16,12 +16,7 @@ CHUNKINGS = ("padded", "divisor")
 
 @dataclass(frozen=True)
 class Chunking:
-    """How one parameter is cut into chunks: its matrix (rows, columns), the sides of a chunk and the grid of chunks.
-
-    Examples:
-        >>> chunking((50257, 768), chunk=64)
-        Chunking(matrix=(50257, 768), chunk_shape=(64, 64), grid=(786, 12))
-    """
+    """How one parameter is cut into chunks: its matrix (rows, columns), the sides of a chunk and the grid of chunks."""
 
     matrix: tuple[int, int]
     chunk_shape: tuple[int, int]

@@ -17,10 +17,6 @@ def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None
     Long chunks take two small top-k searches instead of a large one. This is exact: the K strongest elements lie in
     the K groups with the strongest maxima. Ties are broken arbitrarily. `spare_CN`, of the shape and dtype of the
     coefficients, is overwritten and saves an allocation.
-
-    Examples:
-        >>> strongest(torch.tensor([[0.5, -3.0, 0.0, 2.0]]), keep=2)
-        (tensor([[1, 3]]), tensor([[-3.,  2.]]))
     """
     count, length = coefficients_CN.shape
     if keep == length:

@@ -133,10 +133,6 @@ class Strongest(Coefficients):
     """Positions [W, C, K] and numbers [W, C, K]: values; or levels, with codes.
 
     Integers are as narrow as `compact` made them.
-
-    Examples:
-        >>> Strongest(torch.tensor([[[3]]]), torch.tensor([[[-1]]]), codes=torch.tensor([[2032]])).values
-        tensor([[[-1.]]])
     """
 
     positions: Tensor
