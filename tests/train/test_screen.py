@@ -15,7 +15,7 @@ from demopt.train.screen import LINE, Screen, fitting
 CONFIG = TrainConfig(steps=800, workers=2, sequence=256, batch=4)
 
 
-def _row(step, **more):
+def row(step, **more):
     told = {"step": step, "loss": 6.0 / step, "sent_bytes": 9_000, "received_bytes": 9_500, "payload_bytes": 9_000}
     return {**told, "step_seconds": 0.2, **more}
 
@@ -35,11 +35,8 @@ def terminal(monkeypatch):
     def made(width, **environment):
         out, real = io.StringIO(), Console
         environment = {"TERM": "xterm-256color", **environment}
-        monkeypatch.setattr(
-            screen,
-            "Console",
-            lambda **how: real(file=out, force_terminal=True, width=width, _environ=environment, **how),
-        )
+        given = {"file": out, "force_terminal": True, "width": width, "_environ": environment}
+        monkeypatch.setattr(screen, "Console", lambda **how: real(**given, **how))
         return Screen(CONFIG, 0), out
 
     return made
@@ -49,8 +46,8 @@ def test_pipe_gets_a_line_per_ten_seconds_and_of_first_last_and_evaluated_steps(
     with Screen(CONFIG, 100) as shown:  # resumed after 100 steps
         for step in range(101, 401):
             clock.now += 0.5
-            shown.step(_row(step, **({"val_loss": 1.25} if step == 150 else {})))
-        shown.step(_row(800, members=3, round=40, waited_seconds=1.25))
+            shown.step(row(step, **({"val_loss": 1.25} if step == 150 else {})))
+        shown.step(row(800, members=3, round=40, waited_seconds=1.25))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 101/800  loss 0.059  10k tok/s  9.5 kB/step"
     assert "step 150/800  loss 0.040  val 1.250  5 min left  10k tok/s  9.5 kB/step" in lines
@@ -66,7 +63,7 @@ def test_line_has_at_most_79_letters_whatever_the_numbers_are():
 
 def test_traffic_is_left_out_before_the_first_exchange(capsys, clock):
     with Screen(CONFIG, 0) as shown:
-        shown.step(_row(1, sent_bytes=0, received_bytes=0))
+        shown.step(row(1, sent_bytes=0, received_bytes=0))
     assert capsys.readouterr().out == "step 1/800  loss 6.000  10k tok/s\n"
 
 
@@ -76,7 +73,7 @@ def test_bar_fits_the_terminal(width, terminal, clock):
     with shown:
         for step in range(1, 31):
             clock.now += 1.0
-            shown.step(_row(step))
+            shown.step(row(step))
     states = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
     assert max(map(len, states)) <= width
     last = [state for state in states if "step 30/800" in state][-1]
@@ -89,14 +86,14 @@ def test_no_color_and_dumb_terminals_are_honoured(terminal, clock):
     for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         shown, out = terminal(80, **environment)
         with shown:
-            shown.step(_row(1))
+            shown.step(row(1))
         colors = "\x1b[3" in out.getvalue().replace("\x1b[?25", "")
         assert not colors
         assert ("\x1b" in out.getvalue()) == ("NO_COLOR" in environment)
 
 
 def test_pictures_show_all_curves_and_survive_runs_without_losses(tmp_path):
-    rows = [_row(step, **({"val_loss": 3.0} if not step % 100 else {})) for step in range(1, 1001)]
+    rows = [row(step, **({"val_loss": 3.0} if not step % 100 else {})) for step in range(1, 1001)]
     rows[5]["loss"] = None
     tree = ElementTree.fromstring(picture.svg(rows, "a < b"))
     lines = [each for each in tree if each.tag.endswith("polyline")]
@@ -106,6 +103,6 @@ def test_pictures_show_all_curves_and_survive_runs_without_losses(tmp_path):
     assert len(chart) == 6
     assert max(map(len, chart)) <= 49
     assert chart[0].split()[0] > chart[4].split()[0]
-    for few in ([], [_row(1, loss=None)], [_row(1)]):
+    for few in ([], [row(1, loss=None)], [row(1)]):
         ElementTree.fromstring(picture.svg(few, "few"))
         assert picture.letters(few) == ""

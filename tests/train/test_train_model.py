@@ -120,27 +120,25 @@ def test_bfloat16_model_trains_in_float32_and_is_saved_in_bfloat16(lora, tmp_pat
 
 
 def _spoil(folder, part):
-    if part == "weights":
-        (folder / "model.safetensors").unlink()
-    elif part == "pickle":
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    elif part == "shard":
-        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-        shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    elif part == "damaged":
-        (folder / "model.safetensors").write_bytes(b"no tensors")
-    elif part == "adapters":
-        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "far/away"}')
-    elif part == "nothing":
+    weights, config, shard = folder / "model.safetensors", folder / "config.json", "model-0000{}-of-00002.safetensors"
+    renamed = {"pickle": "pytorch_model.bin", "shard": shard.format(1), "weights": "away"}
+    shards = {"weight_map": {"a": shard.format(1), "b": shard.format(2)}}
+    code = {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}
+    written = {
+        "shard": ("model.safetensors.index.json", json.dumps(shards)),
+        "damaged": (weights.name, "no tensors"),
+        "adapters": ("adapter_config.json", '{"base_model_name_or_path": "far/away"}'),
+        "code": (config.name, json.dumps(json.loads(config.read_text()) | code)),
+        "layer": (config.name, json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2})),
+    }
+    if part in renamed:
+        weights.rename(folder / renamed[part])
+    if part in written:
+        (folder / written[part][0]).write_text(written[part][1])
+    if part == "config":
+        config.unlink()
+    if part == "nothing":
         shutil.rmtree(folder)
-    elif part == "config":
-        (folder / "config.json").unlink()
-    else:
-        config = json.loads((folder / "config.json").read_text())
-        more = {"code": {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}, "layer": {}}
-        config |= {"num_hidden_layers": 2} if part == "layer" else more[part]
-        (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -174,13 +172,8 @@ def test_settings_of_fresh_models_and_adapters_without_a_model_are_refused(base)
 
 
 def test_run_goes_on_only_from_the_same_base_weights(tuned, base, tmp_path):
-    begin(
-        resolve(
-            TrainConfig(
-                model=str(base), model_digest=json.loads((tuned("lora") / "config.json").read_text())["model_digest"]
-            )
-        )
-    )
+    digest = json.loads((tuned("lora") / "config.json").read_text())["model_digest"]
+    begin(resolve(TrainConfig(model=str(base), model_digest=digest)))
     other = tuned("all") / "model"
     told = forked.demopt("train", "--resume", "--out", tuned("lora"), "--model", other).stderr
     assert f"--model {other}: these are not the weights that the run began with" in told

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from rich.filesize import decimal
+from test_screen import row as row_of
 from train_runs import STEPS, metrics
 
 from demopt.exchange.meter import all_reduce_bytes
@@ -89,11 +90,6 @@ def _model(out):
     return AutoModelForCausalLM.from_pretrained(out / "model")
 
 
-def _row(step, **more):
-    told = {"step": step, "loss": 6.0 / step, "sent_bytes": 9_000, "received_bytes": 9_500, "step_seconds": 0.2}
-    return {**told, "optimizer_seconds": 0.03, "exchange_seconds": 0.01, **more}
-
-
 # Trackers
 
 
@@ -114,7 +110,7 @@ def test_wandb_gets_the_metrics_below_out_and_training_goes_on_without_it(tmp_pa
         monkeypatch.delenv(name)
     with Report(RunFolder(tmp_path), TrainConfig(tracker="wandb", sequence=4), 0, first=True) as shown:
         for step in (1, 2, 3):
-            shown.step(_row(step))
+            shown.step(row_of(step))
     assert seen == [(1, 6.0)]
     told = "--tracker failed, training goes on without it: OSError: the network is down"
     assert told in capsys.readouterr().out.splitlines()
@@ -130,9 +126,9 @@ def test_missing_tracker_is_named_with_the_command_to_install(monkeypatch):
 def test_tensorboard_has_the_metrics(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with Report(RunFolder(tmp_path), TrainConfig(tracker="tensorboard", sequence=4), 0, first=True) as shown:
-        shown.step(_row(1, loss=3.0))
-        shown.step(_row(2, loss=float("nan")))
-        shown.step(_row(3, loss=2.0, val_loss=2.5))
+        shown.step(row_of(1, loss=3.0))
+        shown.step(row_of(2, loss=float("nan")))
+        shown.step(row_of(3, loss=2.0, val_loss=2.5))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     found = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in ("loss", "val_loss")}
