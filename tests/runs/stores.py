@@ -3,6 +3,8 @@
 import random
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,29 +17,58 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-class Wrapped(Store):
+class Through(Store):
+    """Passes all calls on to another store; a test's own store overrides some."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner, self.address = inner, inner.address
+
+    def get(self, name: str, most: int) -> bytes | None:
+        return self.inner.get(name, most)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self.inner.put_if_absent(name, data)
+
+    def list(self, folder: str) -> set[str]:
+        return self.inner.list(folder)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete(tuple(names))
+
+
+class Wrapped(Through):
     """Calls `before` with the name of each call, in front of it, and `after` behind it."""
 
     def __init__(self, inner: Store, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
-        self.inner, self.before, self.after = inner, before, after or (lambda _: None)
+        super().__init__(inner)
+        for call in ("get", "put_if_absent", "list", "delete"):
+            setattr(self, call, partial(self._do, call, before, after or (lambda _: None)))
 
-    def _do(self, call: str, *given: Any) -> Any:
-        self.before(call)
+    def _do(self, call: str, before: Callable[[str], None], after: Callable[[str], None], *given: Any) -> Any:
+        before(call)
         result = getattr(self.inner, call)(*given)
-        self.after(call)
+        after(call)
         return result
 
-    def get(self, name: str, most: int) -> bytes | None:
-        return self._do("get", name, most)
 
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self._do("put_if_absent", name, data)
+def race(store: Store, racers: int, races: int, size: Callable[[int], int]) -> None:
+    """Threads put objects of some bytes at the same moment: in each race one wins, and its bytes are whole."""
+    barrier = threading.Barrier(racers)
 
-    def list(self, folder: str) -> set[str]:
-        return self._do("list", folder)
+    def run(me: int) -> list[int]:
+        won = []
+        for number in range(races):
+            barrier.wait()
+            if store.put_if_absent(f"m/{number}", bytes([me]) * size(number)):
+                won.append(number)
+        return won
 
-    def delete(self, names: Iterable[str]) -> None:
-        self._do("delete", tuple(names))
+    with ThreadPoolExecutor(racers) as pool:
+        won = list(pool.map(run, range(racers)))
+    assert sorted(number for each in won for number in each) == list(range(races))
+    for me, numbers in enumerate(won):
+        assert all(store.get(f"m/{each}", most=size(each)) == bytes([me]) * size(each) for each in numbers[:50])
+    assert store.list("m") == {str(number) for number in range(races)}
 
 
 def put(store: Store, name: str, data: bytes) -> None:

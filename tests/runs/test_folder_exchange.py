@@ -7,7 +7,6 @@ import random
 import re
 import threading
 import time
-import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -278,11 +277,9 @@ def applied(store: Any, layout: Any) -> Tensor:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_local_step_is_applied_once_whatever_fails(delay, seed, monkeypatch):
+@pytest.mark.usefixtures("still")
+def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
     """The store fails in front of any request, so that messages are sent whose senders do not know the outcome."""
-    still = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)  # one thread: nobody comes if one waits
-    monkeypatch.setattr("demopt.runs.exchange.time", still)
-    monkeypatch.setattr("demopt.runs.weights.time", still)
     draw, bare = random.Random(seed), ObjectStore()
     workers = [Counter(bare, number, delay) for number in range(3)]
     failures = 0

@@ -38,13 +38,15 @@ W = TypeVar("W", bound="InTurns")
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Decoded messages: a row of tokens each, 0 for none."""
+    """Stands for decoded messages: a row of tokens each, 0 for none."""
 
     tokens: torch.Tensor
+    samples: tuple[int, ...] = (1,)
+    top: None = None
 
-    @staticmethod
-    def of_ranks(rows: Any) -> "Rows":
-        return Rows(torch.cat([each.tokens for each in rows]))
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"tokens": self.tokens}
 
 
 class Tokens:

@@ -1,47 +1,30 @@
 """A worker that dies between the put of its message and the round's manifest: its state goes on, once and exactly."""
 
 import copy
-import types
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from stores import Through
 from test_folder_exchange import Counter, Worker, applied, joined
 
 from demopt.errors import ExchangeError, SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
-from demopt.runs.store import ObjectStore, Store, StoreError
+from demopt.runs.store import ObjectStore, StoreError
+
+pytestmark = pytest.mark.usefixtures("still")
 
 
-class Silent(Store):
+class Silent(Through):
     """A store in which no manifest can be put while `away`."""
 
-    def __init__(self, inner: Store) -> None:
-        self.inner, self.away = inner, False
-
-    def get(self, name: str, most: int) -> bytes | None:
-        return self.inner.get(name, most)
+    away = False
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         if self.away and name.endswith("/manifest"):
             raise StoreError("away")
-        return self.inner.put_if_absent(name, data)
-
-    def list(self, folder: str) -> set[str]:
-        return self.inner.list(folder)
-
-    def delete(self, names: Iterable[str]) -> None:
-        self.inner.delete(names)
-
-
-@pytest.fixture(autouse=True)
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread: nobody comes if one waits."""
-    clock = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    monkeypatch.setattr("demopt.runs.exchange.time", clock)
-    monkeypatch.setattr("demopt.runs.weights.time", clock)
+        return super().put_if_absent(name, data)
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -3,21 +3,20 @@
 import signal
 import threading
 import time
-import types
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import obstore
 import pytest
 import stores
 import torch
+from stores import Through
 from test_folder_exchange import SETTINGS, Counter, Worker, applied, joined, replayed
 
 from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
-from demopt.runs.store import ObjectStore, Store, StoreError
+from demopt.runs.store import ObjectStore, StoreError
 
 
 def names_of(store: Any) -> set[str]:
@@ -165,34 +164,28 @@ def test_second_worker_of_one_name_sends_under_another(store):
     assert (first.run.row, second.run.row, first.digest) == (0, 1, second.digest)
 
 
-class TwoWin(Store):
+class TwoWin(Through):
     """A store whose put of `name` wins over the object that is there, and that shows none of `hidden` before."""
 
-    def __init__(self, inner: Store) -> None:
-        self.inner, self.name, self.hidden = inner, "", set[str]()
+    name, hidden = "", frozenset[str]()
 
     def get(self, name: str, most: int) -> bytes | None:
-        return None if name in self.hidden else self.inner.get(name, most)
+        return None if name in self.hidden else super().get(name, most)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         if name == self.name:
-            self.name, self.hidden = "", set()
-            self.inner.delete([name])
-        return self.inner.put_if_absent(name, data)
+            self.name, self.hidden = "", frozenset()
+            self.delete([name])
+        return super().put_if_absent(name, data)
 
     def list(self, folder: str) -> set[str]:
-        return {name for name in self.inner.list(folder) if f"{folder}/{name}" not in self.hidden}
-
-    def delete(self, names: Iterable[str]) -> None:
-        self.inner.delete(names)
+        return {name for name in super().list(folder) if f"{folder}/{name}" not in self.hidden}
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(both, monkeypatch):
+@pytest.mark.usefixtures("still")
+def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(both):
     """`both`: whether the first worker's message is in the manifest that stays."""
-    still = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    monkeypatch.setattr("demopt.runs.exchange.time", still)
-    monkeypatch.setattr("demopt.runs.weights.time", still)
     bare = ObjectStore()
     odd = TwoWin(bare)
     workers = first, second = [Counter(store, number, delay=0) for number, store in enumerate((bare, odd))]
@@ -205,7 +198,7 @@ def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(bot
         worker.optimizer.resync()
     number = int(first.optimizer.replicator.round_number)
     odd.name = f"{log.folder_of(number)}/manifest"
-    odd.hidden = {odd.name} | (set() if both else {log.message_name(number, "w0")})
+    odd.hidden = frozenset({odd.name} | (set() if both else {log.message_name(number, "w0")}))
     for worker in (first, second, first):
         for _ in range(2):
             worker.step()
@@ -225,11 +218,9 @@ def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(bot
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("wins", [0, 1])
-def test_fork_of_several_rounds_is_healed_and_each_step_counts_once_or_is_said_to_be_lost(wins, kept, monkeypatch):
+@pytest.mark.usefixtures("still")
+def test_fork_of_several_rounds_is_healed_and_each_step_counts_once_or_is_said_to_be_lost(wins, kept):
     """The store falls into two parts, and later shows one's manifests; `kept`: also the messages of the other."""
-    still = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    monkeypatch.setattr("demopt.runs.exchange.time", still)
-    monkeypatch.setattr("demopt.runs.weights.time", still)
     bare, said = ObjectStore(), list[str]()
     workers = [Counter(bare, number, delay=0) for number in range(2)]
     for worker in workers * 4:
@@ -273,27 +264,17 @@ def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
             target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
 
 
-class Halves(Store):
+class Halves(Through):
     """A cache that gives half of each message as the whole, the first time."""
 
-    def __init__(self, inner: Store) -> None:
-        self.inner, self.address, self.halved = inner, inner.address, set[str]()
-
     def get(self, name: str, most: int) -> bytes | None:
-        found = self.inner.get(name, most)
+        found = super().get(name, most)
         if found and name.endswith(".message") and name not in self.halved:
             self.halved.add(name)
             return found[: len(found) // 2]
         return found
 
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self.inner.put_if_absent(name, data)
-
-    def list(self, folder: str) -> set[str]:
-        return self.inner.list(folder)
-
-    def delete(self, names: Iterable[str]) -> None:
-        self.inner.delete(names)
+    halved: ClassVar[set[str]] = set()
 
 
 def test_message_that_a_cache_gives_half_is_read_again(store):

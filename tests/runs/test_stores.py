@@ -1,8 +1,6 @@
 """The four calls on each kind of store; races, failures, keys."""
 
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import servers
@@ -37,22 +35,7 @@ def test_object_longer_than_expected_is_not_read(any_store):
 
 
 def test_of_racing_puts_one_wins_and_its_bytes_are_whole(store):
-    """Three hundred races of four threads."""
-    barrier = threading.Barrier(4)
-
-    def race(me):
-        won = []
-        for number in range(300):
-            barrier.wait()
-            if store.put_if_absent(f"m/{number}", bytes([me]) * 2000):
-                won.append(number)
-        return won
-
-    with ThreadPoolExecutor(4) as pool:
-        won = list(pool.map(race, range(4)))
-    assert sorted(number for each in won for number in each) == list(range(300))
-    for me, numbers in enumerate(won):
-        assert all(store.get(f"m/{number}", most=2000) == bytes([me]) * 2000 for number in numbers[:50])
+    stores.race(store, racers=4, races=300, size=lambda _: 2000)
 
 
 def test_patient_repeats_and_reports_then_gives_up_and_early_if_there_never_was_an_answer(monkeypatch):
@@ -206,19 +189,4 @@ def test_of_puts_that_race_on_a_real_server_one_wins(kind, monkeypatch):
     """Eight threads at a time, with messages of a few bytes and of a few hundred thousand."""
     servers.environment(kind, monkeypatch)
     store = open_store(f"{servers.BUCKETS[kind][1]}/race-{os.urandom(8).hex()}")
-    barrier = threading.Barrier(8)
-
-    def race(me):
-        won = []
-        for number in range(12):
-            barrier.wait()
-            if store.put_if_absent(f"m/{number}", bytes([me]) * (9 if number % 3 else 300_000)):
-                won.append(number)
-        return won
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(race, range(8)))
-    assert sorted(number for each in won for number in each) == list(range(12))
-    for me, numbers in enumerate(won):
-        assert all(set(store.get(f"m/{number}", most=300_000)) == {me} for number in numbers)
-    assert store.list("m") == {str(number) for number in range(12)}
+    stores.race(store, racers=8, races=12, size=lambda number: 9 if number % 3 else 300_000)

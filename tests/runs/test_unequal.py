@@ -4,11 +4,10 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Iterable
 
 import hypothesis
 from hypothesis import strategies as st
-from stores import Crash, Wrapped
+from stores import Crash, Through, Wrapped
 from test_folder_exchange import Worker as Trained
 from test_protocol import Worker, literal
 
@@ -45,11 +44,12 @@ class Clock:
         return self.now
 
 
-class Far(Store):
+class Far(Through):
     """A store that is `trip` seconds away; a message takes `upload` more, and is not there before."""
 
     def __init__(self, inner: Store, clock: Clock, trip: float, upload: float) -> None:
-        self.inner, self.clock, self.trip, self.upload = inner, clock, trip, upload
+        super().__init__(inner)
+        self.clock, self.trip, self.upload = clock, trip, upload
 
     def get(self, name: str, most: int) -> bytes | None:
         self.clock.sleep(self.trip)
@@ -62,9 +62,6 @@ class Far(Store):
     def list(self, folder: str) -> set[str]:
         self.clock.sleep(self.trip)
         return self.inner.list(folder)
-
-    def delete(self, names: Iterable[str]) -> None:
-        self.inner.delete(names)
 
 
 class Timed(Worker):

@@ -128,8 +128,9 @@ class Disk(Store):
             try:
                 if _BY_DESCRIPTOR:
                     return os.open(place, _FOLDER, dir_fd=here)
-                if _is_folder(os.lstat(place)):
-                    return None
+                found = os.lstat(place)
+                if stat.S_ISDIR(found.st_mode) and not getattr(found, "st_file_attributes", 0) & 0x400:
+                    return None  # a folder, and no link or junction (a reparse point of Windows)
                 raise NotADirectoryError(ENOTDIR, "Not a directory")
             except OSError as error:
                 if error.errno == ELOOP:
@@ -244,11 +245,6 @@ def _size(leaf: str, here: int | None) -> int | None:
 
 def _second(leaf: str) -> str:
     return f"{leaf}~"
-
-
-def _is_folder(found: os.stat_result) -> bool:
-    """Whether it is a folder, and no link or junction (a reparse point of Windows)."""
-    return stat.S_ISDIR(found.st_mode) and not getattr(found, "st_file_attributes", 0) & 0x400
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from demopt.replicator.wiring import Wiring
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.log import Manifest, Message, Record, Seen
+from demopt.runs.reading import Reading
 from demopt.runs.store import Patient, Store, open_store
 from demopt.validation import check_count, check_number, first_difference
 from demopt.version import __version__
@@ -178,21 +179,11 @@ class FolderExchange(VaryingExchange):
         """The row of this worker's message in the last round; None: it was left out."""
         return None if self.last is None else self.last.row
 
-    @property
-    def waited(self) -> float:
-        """The seconds of the last round, from the first request to the last."""
-        return 0.0 if self.last is None else self.last.waited
-
-    @property
-    def requests(self) -> int:
-        """The requests that the store has been sent so far."""
-        return self._patient.requests
-
     def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Attached:
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
         check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         _as_json("note", self.note, _MOST_NOTE)
-        theirs = self.decided.reading if self.decided else None
+        theirs = self._reading
         if self.total and theirs and theirs.total != self.total:
             raise SettingsError(
                 f"the data of {self.worker} has {self.total:,} sequences in all epochs, that of the run in "
@@ -211,9 +202,12 @@ class FolderExchange(VaryingExchange):
     # The run's data
 
     @property
+    def _reading(self) -> Reading | None:
+        return self.decided.reading if self.decided else None
+
+    @property
     def _holds(self) -> Iterator[int]:
-        reading = self.decided.reading if self.decided else None
-        return reading.numbers(self.worker) if reading else iter(())
+        return self._reading.numbers(self.worker) if self._reading else iter(())
 
     def take(self, most: int) -> list[int]:
         """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
@@ -239,8 +233,7 @@ class FolderExchange(VaryingExchange):
     @property
     def all_read(self) -> bool:
         """Whether the manifests have all numbers: the run's data is read."""
-        reading = self.decided.reading if self.decided else None
-        return reading is not None and reading.position == reading.total
+        return self._reading is not None and self._reading.position == self._reading.total
 
     @property
     def seconds_needed(self) -> float:
@@ -671,8 +664,6 @@ def tensor_of(data: bytes) -> Tensor:
         >>> bytes_of(tensor_of(b"ab"))
         b'ab'
     """
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

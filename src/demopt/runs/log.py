@@ -361,12 +361,12 @@ def moments_name(number: int) -> str:
 
 def checkpoints(store: Store) -> list[int]:
     """Returns the rounds after which there are checkpoints, ascending, 0 for the start."""
-    return [0, *_numbered(store, "checkpoints")]
+    return [0, *numbered(store, "checkpoints")]
 
 
-def moments(store: Store, most: int) -> list[int]:
-    """Returns the rounds, `most` at most, after which there are moments, ascending."""
-    return [number for number in _numbered(store, "moments") if number <= most]
+def numbered(store: Store, folder: str) -> list[int]:
+    """Returns the rounds after which a folder has an object, ascending."""
+    return sorted(int(name) for name in store.list(folder) if re.fullmatch("[0-9]{8}", name))
 
 
 def clear(store: Store, numbers: Iterable[int]) -> None:
@@ -467,10 +467,6 @@ def _record(address: str, data: bytes) -> Record:
         came = printable(repr(values.get("format")), 40)
         raise MessageError(f"{address} holds a run of format {came}; this demopt has {FORMAT}")
     return checked(Record, RECORD, values)
-
-
-def _numbered(store: Store, folder: str) -> list[int]:
-    return sorted(int(name) for name in store.list(folder) if re.fullmatch("[0-9]{8}", name))
 
 
 def _hello_name(number: int, worker: str) -> str:

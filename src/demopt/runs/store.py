@@ -74,16 +74,14 @@ class ObjectStore(Store):
         """`patient` opens the same store with requests that wait some seconds for a silent server."""
         import obstore.store
 
-        self.address = address
+        self.address, self._obstore = address, obstore
         self._store = obstore.store.MemoryStore() if store is None else store
         self._patient = functools.cache(patient) if patient else lambda _: self._store
 
     def get(self, name: str, most: int) -> bytes | None:
-        import obstore
-
         with told(self.address):
             try:
-                found = obstore.get(self._store, name)
+                found = self._obstore.get(self._store, name)
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                     raise
@@ -93,13 +91,10 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         with told(self.address):
             try:
-                obstore.put(self._for(data), name, data, mode="create")
-            except AlreadyExistsError as error:
+                self._obstore.put(self._for(data), name, data, mode="create")
+            except self._obstore.exceptions.AlreadyExistsError as error:
                 # A 409 may come from another put that is under way, and that may fail.
                 if ": 412 " not in str(error) and not self._exists(name):
                     raise
@@ -107,25 +102,19 @@ class ObjectStore(Store):
             return True
 
     def list(self, folder: str) -> set[str]:
-        import obstore
-
         with told(self.address):
-            found = obstore.list(self._store, folder).collect()
+            found = self._obstore.list(self._store, folder).collect()
         names = {each["path"].removeprefix(f"{folder}/") for each in found}
         return {name for name in names if "/" not in name}
 
     def delete(self, names: Iterable[str]) -> None:
-        import obstore
-
         for name in names:
             with told(self.address), suppress(FileNotFoundError):
-                obstore.delete(self._store, name)
+                self._obstore.delete(self._store, name)
 
     def _exists(self, name: str) -> bool:
-        import obstore
-
         try:
-            obstore.head(self._store, name)
+            self._obstore.head(self._store, name)
         except FileNotFoundError:
             return False
         return True

@@ -404,10 +404,8 @@ class FolderRounds(Rounds):
         lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*moments]}, [*moments.values()])
 
         def write() -> None:
-            before, name = (
-                [each for each in log.checkpoints(run.store) if each < number],
-                log.checkpoint_name(run.record, number),
-            )
+            before = [each for each in log.checkpoints(run.store) if each < number]
+            name = log.checkpoint_name(run.record, number)
             if number and run.store.put_if_absent(name, data):
                 run.sent_bytes += len(data)
                 if moments and run.store.put_if_absent(log.moments_name(number), lent):
@@ -450,13 +448,12 @@ class FolderRounds(Rounds):
 
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
-        run, listed = self.exchange, log.moments(self.exchange.store, most=self._number)
+        run = self.exchange
+        listed = [number for number in log.numbered(run.store, "moments") if number <= self._number]
         if not listed:
             return {}
-        name, size = (
-            log.moments_name(listed[-1]),
-            sum(each.nbytes for each in self.replicator.wiring().replicated_tensors()),
-        )
+        name, tensors = log.moments_name(listed[-1]), self.replicator.wiring().replicated_tensors()
+        size = sum(tensor.nbytes for tensor in tensors)
         try:
             data = run.store.get(name, _MOST_MOMENTS * size + _MOST_HEAD) or b""  # deleted since, for a newer one
             run.received_bytes += len(data)
@@ -544,12 +541,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     record = run._record = log.read_record(run.store)
     if record is None:
         raise ExchangeError(f"{run.store.address} holds no run")
-    try:
-        replicator = replicator_of(record, run)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
-        raise MessageError(
-            f"{log.RECORD} is damaged, or its weights do not fit in memory: {first_line(error)}"
-        ) from None
+    replicator = replicator_of(record, run)
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
     rounds.load(0)
     while (manifest := rounds.next_manifest()) is not None:
@@ -578,10 +570,9 @@ def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
             groups.append({**settings, "params": parameters})
         facts = tuple((name, text) for name, text in record.config_facts)
         return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise MessageError(
-            f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
-        ) from error
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
+        told = f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
+        raise MessageError(told) from error
 
 
 def _shapes(tensors: list[Tensor]) -> list[list[Any]]:
