@@ -1,21 +1,168 @@
-"""clip_to_median: a rank that sends a million times too much moves nothing further than an honest one does.
+"""clip_to_median: a rank that lies is left out, whatever it sends, or counts for no more than an honest one.
 
-The bound, for update "sgd", reduction "mean" and a chunk c: |U_c| = |Q_c| <= the mean over ranks of their clipped norms
-<= the median of the ranks' norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums.
+A rank that sends a million times too much moves nothing further than an honest one does. The bound, for update "sgd",
+reduction "mean" and a chunk c: |U_c| = |Q_c| <= the mean over ranks of their clipped norms <= the median of the ranks'
+norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums.
+
+In the attacks, gradients are a signal that all ranks have, and noise of each; they know all other messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import demopt
 import problems
+from demopt.core.agreement import FULL, trusted
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.store import ObjectStore
+from demopt.train.config import TrainConfig, resolve
+from demopt.wire import message as wire
+from demopt.wire.message import HEADER_BYTES, Header
 from demopt.wire.quantizers import QUANTIZERS
 
-WORLD, SCALE = 8, 1e6
-SHAPES = [(48, 32), (40,)]
+SHAPES = [(128, 128), (64, 64), (64,)]
+CODECS: list[dict[str, Any]] = [{}, *({"top_k": 512, "values": values} for values in ("sign", "2-bit", "float32"))]
+
+
+def _gradient(rank: int, number: int, shape: tuple[int, ...]) -> Tensor:
+    return problems.draw(shape, 0, 1000 + number) + problems.draw(shape, 1 + rank, number)
+
+
+def _built(honest: list[int], lies: list[Callable[[int, tuple[int, ...]], Tensor]], clip: bool, **codec: Any) -> Any:
+    """LocalDeMos of honest ranks and of liars, with one local step each, and their messages."""
+    made = [*lies, *(lambda number, shape, rank=rank: _gradient(rank, number, shape) for rank in honest)]
+    optimizers, messages = [], []
+    for place, gradient in enumerate(made):
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        inner = torch.optim.SGD(parameters, lr=1.0)
+        exchange = problems.OneOf(place, len(made))
+        optimizer = demopt.LocalDeMo(
+            inner, sync_every=1, route="gather", process_group=exchange, clip_to_median=clip, **codec
+        )
+        for number, parameter in enumerate(parameters):
+            parameter.grad = gradient(number, tuple(parameter.shape))
+        optimizer.local_step()
+        optimizers.append(optimizer)
+        messages.append(optimizer.extract())
+    return optimizers, torch.stack(messages)
+
+
+def _applied(optimizers: Any, messages: Tensor) -> Tensor:
+    optimizers[-1].apply(messages)
+    return torch.cat([p.detach().flatten() for group in optimizers[-1].param_groups for p in group["params"]])
+
+
+def _flipped(number: int, shape: tuple[int, ...]) -> Tensor:
+    return -_gradient(9, number, shape)
+
+
+def _noise(number: int, shape: tuple[int, ...]) -> Tensor:
+    return problems.draw(shape, 99, number)
+
+
+def _against_all(number: int, shape: tuple[int, ...]) -> Tensor:
+    return -torch.stack([_gradient(rank, number, shape) for rank in range(3)]).sum(0)
+
+
+def _against_the_third(number: int, shape: tuple[int, ...]) -> Tensor:
+    """Agrees with two, to be taken for honest, and fights the third."""
+    return _gradient(0, number, shape) + _gradient(1, number, shape) - 2 * _gradient(2, number, shape)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("lie", [_flipped, _noise, _against_all], ids=lambda lie: lie.__name__)
+def test_security_one_of_four_that_lies_is_left_out(lie: Any, codec: dict[str, Any]) -> None:
+    honest = _applied(*_built([0, 1, 2], [], True, **codec))
+    assert torch.equal(_applied(*_built([0, 1, 2], [lie], True, **codec)), honest)
+    assert not torch.equal(_applied(*_built([0, 1, 2], [lie], False, **codec)), honest)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_four_honest_ranks_all_count(codec: dict[str, Any]) -> None:
+    """The first three alone move the weights elsewhere."""
+    optimizers, messages = _built([0, 1, 2, 3], [], True, **codec)
+    route = optimizers[0].replicator.wiring().route
+    decoded = route.layout.checked(messages[:, HEADER_BYTES:])
+    assert route._trusted(decoded) is decoded
+
+
+@pytest.mark.parametrize("count", [5, 8])
+def test_a_minority_that_agrees_with_itself_is_left_out(count: int) -> None:
+    lies, honest = [_against_all] * ((count - 1) // 2), list(range(count - (count - 1) // 2))
+    assert torch.equal(_applied(*_built(honest, lies, True)), _applied(*_built(honest, [], True)))
+
+
+def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing() -> None:
+    """Nobody can say who of the two lies: both are left out, and the update is that of the other two."""
+    two = _applied(*_built([0, 1], [], True))
+    assert torch.equal(_applied(*_built([0, 1, 2], [_against_the_third], True)), two)
+
+
+def test_security_samples_count_up_to_the_medians() -> None:
+    """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others."""
+
+    def update(samples: int, clip: bool) -> Tensor:
+        optimizers, messages = _built([0, 1, 2, 3], [], clip)
+        header, size = optimizers[0].replicator.round.header, messages.shape[1] - HEADER_BYTES
+        messages = messages.clone()
+        loud = Header(**{**vars(header), "samples": samples})
+        messages[0] = wire.build(loud, messages[0, HEADER_BYTES:], size=size, device=messages.device)
+        return _applied(optimizers, messages)
+
+    assert torch.equal(update(2**32 - 1, True), update(1, True))
+    assert not torch.equal(update(2**32 - 1, False), update(1, False))
+
+
+def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
+    """Agreeing in chunks of scale 0 earns nothing: the other chunks are flipped."""
+    optimizers, messages = _built([0, 1, 2, 3], [], True)
+    route = optimizers[0].replicator.wiring().route
+    decoded = route.layout.checked(messages[:, HEADER_BYTES:])
+    agreed = torch.stack([each.agreement(each.length) for each in decoded]).sum(0)
+    for each in decoded:
+        each.codes[0, ::2] = 0
+        each.signs[0, 1::2] ^= 255
+    changed = torch.stack([each.agreement(each.length) for each in decoded]).sum(0)
+    assert trusted(agreed) == [0, 1, 2, 3]
+    assert bool((changed[0, 0, 1:] < 0).all())
+    assert trusted(changed) == [1, 2, 3]
+
+
+def test_agreement_is_the_literal_count() -> None:
+    """Of signs of all coefficients against the slow count of equal and different ones, at equal scales."""
+    optimizers, messages = _built([0, 1, 2], [_noise], True)
+    for each in optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:]):
+        each.codes.fill_(2032)
+        signs = 1 - 2 * each.negative.long()
+        literal = torch.einsum("wcn,vcn->wv", signs, signs) * FULL
+        found = each.agreement(each.length)[0]
+        off = ~torch.eye(4, dtype=torch.bool)
+        assert torch.equal(found[off], literal[off])
+
+
+def test_folders_leave_out_liars_by_default() -> None:
+    """Over connections it is an option."""
+
+    def asks(**more: Any) -> bool:
+        optimizer = demopt.LocalDeMo(torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0), **more)
+        found: bool = optimizer.replicator.groups[0]["clip_to_median"]
+        return found
+
+    assert asks(process_group=FolderExchange(ObjectStore()))
+    assert not asks(process_group=FolderExchange(ObjectStore()), clip_to_median=False)
+    assert not asks(process_group=problems.OneOf(0, 2))
+    assert resolve(TrainConfig(run="somewhere")).clip_to_median
+    assert not resolve(TrainConfig()).clip_to_median
+    assert not resolve(TrainConfig(run="somewhere", clip_to_median=False)).clip_to_median
+
+
+# Ranks that send too much
+
+WORLD, SCALE, SMALL = 8, 1e6, [(48, 32), (40,)]
 ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 
 
@@ -25,7 +172,7 @@ def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor
     optimizers, messages = [], []
     for rank, scale in enumerate(scales):
         exchange = problems.OneOf(rank, len(scales))
-        optimizers.append(problems.demo(exchange, SHAPES, **settings, **codec))
+        optimizers.append(problems.demo(exchange, SMALL, **settings, **codec))
         problems.set_gradients(problems.all_parameters(optimizers[-1]), 0, rank)
         for parameter in problems.all_parameters(optimizers[-1]):
             parameter.grad *= scale
@@ -33,7 +180,7 @@ def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor
     optimizers[0].apply(torch.stack(messages))
     matrix, vector = (
         (now.detach() - begun.detach()).double()
-        for now, begun in zip(problems.all_parameters(optimizers[0]), problems.parameters(SHAPES), strict=True)
+        for now, begun in zip(problems.all_parameters(optimizers[0]), problems.parameters(SMALL), strict=True)
     )
     return torch.cat((matrix.unfold(0, 16, 16).unfold(1, 16, 16).flatten(2).norm(dim=2).flatten(), vector.norm()[None]))
 

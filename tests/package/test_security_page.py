@@ -21,8 +21,8 @@ HELD = {
     "Numbers of others": "runs/test_strangers.py::test_numbers_of_a_note_are_finite_and_in_range_whatever_it_is",
     "With a key": "runs/test_folder_exchange.py::test_stranger_without_the_key_changes_nothing",
     "Without one": "runs/test_folder_exchange.py::test_stranger_without_the_key_changes_nothing",
-    "In a run of four": "test_clip_to_median_attacks.py::test_security_one_of_four_that_lies_is_left_out",
-    "This is `clip_to_median`": "test_clip_to_median_attacks.py::test_folders_leave_out_liars_by_default",
+    "In a run of four": "test_clip_to_median.py::test_security_one_of_four_that_lies_is_left_out",
+    "This is `clip_to_median`": "test_clip_to_median.py::test_folders_leave_out_liars_by_default",
 }
 
 
