@@ -22,25 +22,23 @@ parser.add_argument("--out", type=Path, default=Path("runs/ray_train"))
 parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 
 
-def report(metrics, step, **parts):  # <- 3: each worker writes its own file into the checkpoint
+def own_file(folder):  # each worker writes its own file into the checkpoint
+    return Path(folder, f"rank{ray.train.get_context().get_world_rank()}.pt")
+
+
+def report(metrics, step, **parts):
     with tempfile.TemporaryDirectory() as folder:
         torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, own_file(folder))
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 def restore(**parts):
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
+    if (checkpoint := ray.train.get_checkpoint()) is None:
         return 0
     with checkpoint.as_directory() as folder:
         saved = torch.load(own_file(folder), weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
+    [part.load_state_dict(saved[name]) for name, part in parts.items()]
     return saved["step"]
-
-
-def own_file(folder):
-    return Path(folder, f"rank{ray.train.get_context().get_world_rank()}.pt")
 
 
 def train(config):
@@ -70,10 +68,7 @@ def train(config):
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    trainer = TorchTrainer(
-        train,
-        train_loop_config={"steps": args.steps, "demo": args.demo, "text": Path(__file__).read_bytes()},
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available()),
-        run_config=RunConfig(name=args.out.name, storage_path=str(args.out.parent.absolute())),
-    )
-    trainer.fit()
+    config = {"steps": args.steps, "demo": args.demo, "text": Path(__file__).read_bytes()}
+    scaling = ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available())
+    storage = RunConfig(name=args.out.name, storage_path=str(args.out.parent.absolute()))
+    TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=storage).fit()

@@ -68,11 +68,8 @@ def main() -> None:
             fast, slow = sorted(results.get() for _ in workers)
             [worker.join() for worker in workers]
         assert fast[-1] == slow[-1], "the workers' weights differ"
-        print(
-            f"{'fitted' if fitted else 'equal'} batches {fast[1]} and {slow[1]}: {fast[2]:.0f} rounds per minute, ",
-            end="",
-        )
-        print(f"loss {fast[3]:.2f}", flush=True)
+        batches = f"{'fitted' if fitted else 'equal'} batches {fast[1]} and {slow[1]}"
+        print(f"{batches}: {fast[2]:.0f} rounds per minute, loss {fast[3]:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -119,13 +119,12 @@ def _muon_momentum() -> tuple[Entry, ...]:
 
 
 def _rivals() -> tuple[Entry, ...]:
-    """Entries of MuLoCo, SparseLoCo and 1-bit Adam, tuned, mostly at the bytes of one bit per coefficient; and DeMo."""
+    """Entries of MuLoCo and SparseLoCo, tuned, mostly at the bytes of one bit per coefficient; and DeMo."""
     return (
         _muloco("muloco 2-bit h10", 10),
         _muloco("muloco 2-bit h10 memory 1", 10, error_decay=1.0),
         _muloco("muloco 2-bit h30 0.95", 30, momentum=0.95),
         Entry("sparseloco h5 k512", "sparseloco", {"every": 5, "top_k": 512, "error_decay": 0.95}, 0.002),
-        Entry("1-bit adam dense 60", "one-bit-adam", {"dense": 60}, 0.002),
         demo("demo muon k32", MUON_RATE, **MUON),
     )
 

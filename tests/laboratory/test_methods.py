@@ -11,7 +11,6 @@ import ranks
 from laboratory.compare.methods import METHODS
 from laboratory.compare.methods.averaged import MAKERS, muon_maker
 from laboratory.compare.methods.muloco import MuLoCo, quantise
-from laboratory.compare.methods.one_bit_adam import OneBitAdam
 from laboratory.compare.studies import STUDIES, Entry
 from laboratory.network import steps
 from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
@@ -148,23 +147,6 @@ def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw(
             each.data = weight.view(12, 8).clone()
     close(matrix.weight.data.flatten(), weight, atol=1e-5, rtol=1e-5)
     method.close()
-
-
-def test_one_bit_adam_is_adam_then_signs_of_momenta_both_ways() -> None:
-    matrix, method = start(OneBitAdam, dense=1, weight_decay=0.0)
-    dense = walk(method, GRADIENTS[0])
-    mean = torch.stack(GRADIENTS[0]).mean(0)
-    close(matrix.weight.data, 1 - LR * mean.sign(), atol=1e-5, rtol=1e-5)  # Adam's first step is its rate
-    signs = walk(method, GRADIENTS[1])
-    own = [0.9 * 0.1 * mean + 0.1 * g for g in GRADIENTS[1]]
-    sent = [each.sign() * each.square().mean().sqrt() for each in own]
-    common = torch.stack(sent).mean(0)
-    answer = common.sign() * common.square().mean().sqrt()
-    expected = 1 - LR * mean.sign() - LR * (answer / 0.1) / mean.abs()  # the second moment stays: mean squared
-    close(matrix.weight.data, expected, atol=1e-4, rtol=1e-4)
-    close(method.errors[0][0], own[0] - sent[0])
-    close(method.server_errors[0], common - answer)
-    assert (dense.payload_bytes, signs.payload_bytes) == (4 * P, P // 8 + 4)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -48,6 +48,12 @@ def test_published_grid_of_diloco_is_foreseen_within_a_quarter() -> None:
     assert sorted(map(abs, off))[len(off) // 2] < 0.075
 
 
+TEXT = {  # as the rows name it
+    "muon-momentum": "406fa37dc15828517368a94e8b73faf6",
+    "compare-1000-steps": "5a61d054cc6a98a8d7d5b6d25b064387",
+}
+
+
 @pytest.mark.parametrize(
     ("method", "ours", "ddp", "rows", "seeds"),
     [
@@ -62,7 +68,8 @@ def test_losses_are_those_of_the_laboratory_and_of_the_results_page(
     by_setting: dict[tuple[str, float], dict[int, float]] = {}
     for line in (RESULTS / f"{rows}-runs.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["scale"]["steps"] == 1000 and row["scale"]["workers"] == 4:
+        scale = row["scale"]
+        if (scale["steps"], scale["workers"], scale["batch"]) == (1000, 4, 4) and row["data"] == TEXT[rows]:
             by_setting.setdefault((row["name"], row["lr"]), {})[row["seed"]] = row["val_loss"]
 
     def best(name: str) -> float:

@@ -74,7 +74,7 @@ def start(out, text, *more, **how):
 # Python imports a module of the name sitecustomize in every process that finds it: a rank does something before a step
 # of its first start.
 AT_STEP = """
-import os, signal, time
+import os, signal, sys, time
 from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
     import demopt.train.loop as loop
@@ -87,7 +87,8 @@ if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{
             return draw()
         rounds.draw = held
         train_steps(run, rounds)
-    loop.train_steps = changed
+    for module in filter(None, map(sys.modules.get, (loop.__name__, "demopt.train.worker"))):  # if forked
+        module.train_steps = changed
 """
 
 

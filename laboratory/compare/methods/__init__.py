@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from laboratory.compare.methods import averaged, demo, muloco, one_bit_adam
+from laboratory.compare.methods import averaged, demo, muloco
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.workers import Method
 
@@ -12,5 +12,4 @@ METHODS: dict[str, Callable[..., Method]] = {
     "local": demo.local,
     "sparseloco": demo.sparseloco,
     "muloco": muloco.MuLoCo,
-    "one-bit-adam": one_bit_adam.OneBitAdam,
 }
