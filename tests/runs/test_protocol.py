@@ -386,7 +386,7 @@ def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(action
 
 @hypothesis.given(st.lists(ACTIONS | st.just(("lose", 0, 1)), min_size=10, max_size=60), st.booleans())
 @hypothesis.settings(max_examples=max(20, hypothesis.settings.default.max_examples // 50))
-def test_message_that_was_deleted_after_a_manifest_named_it_ends_those_who_need_it(
+def test_message_that_was_deleted_after_a_manifest_named_it_makes_no_worker_diverge(
     actions: list[Any], keep_log: bool
 ) -> None:
     play(actions, keep_log)

@@ -79,14 +79,14 @@ from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
     import demopt.train.loop as loop
     train_steps = loop.train_steps
-    def changed(run, rounds):
-        draw = rounds.draw
+    def changed(run, steps):
+        draw = steps.draw
         def held():
-            if rounds.number + 1 == {step}:
+            if steps.number + 1 == {step}:
                 {action}
             return draw()
-        rounds.draw = held
-        train_steps(run, rounds)
+        steps.draw = held
+        train_steps(run, steps)
     for module in filter(None, map(sys.modules.get, (loop.__name__, "demopt.train.worker"))):  # if forked
         module.train_steps = changed
 """

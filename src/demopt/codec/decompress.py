@@ -50,12 +50,7 @@ def decompress(
         settings = chunk_group.settings
         factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
         by_sign = chunk_group.rule.signs_only
-        chunk_group.updater.apply(
-            parameters,
-            _received(chunk_group, coefficients),
-            by_sign,
-            factors,
-        )
+        chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), by_sign, factors)
         return
     for block in chunk_group.blocks:
         pair = workspace.pair(chunk_group, block.stop - block.start)
@@ -85,11 +80,7 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor,
 def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     if chunk_group.inverter is not None:
-        chunk_group.inverter.invert(
-            _received(chunk_group, coefficients),
-            by_sign=False,
-            out_Crc=pair[0],
-        )
+        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
         return pair[0]
     rows, columns = chunk_group.inverse_bases
     units_C = _aggregate(chunk_group, coefficients, pair)

@@ -173,6 +173,11 @@ class Replicator:
         return new
 
     @property
+    def step(self) -> Tensor:
+        """The earlier name of `round_number`, which programs of others use."""
+        return self.round_number
+
+    @property
     def rank_and_size(self) -> tuple[int, int]:
         """This rank, and the number of ranks."""
         return self.session.exchange.rank, self.session.exchange.world_size

@@ -50,6 +50,6 @@ class ShardedMatrices:
         parameter, group = self._members[number]
         local, settings = to_local(parameter.detach()), self.settings[group]
         local_U = self._waiting.pop(number, local.to(torch.promote_types(parameter.dtype, torch.float32)))  # empty
-        phi = direction_of(settings, whole_of(local_U, like=parameter))
+        direction = direction_of(settings, whole_of(local_U, like=parameter))
         decay = 1 - settings.lr * settings.weight_decay
-        decay_and_add(local, shard_as(phi, like=parameter), decay, (round_number, number))
+        decay_and_add(local, shard_as(direction, like=parameter), decay, (round_number, number))

@@ -1,4 +1,4 @@
-"""The training loop: the same for connected ranks and for the workers of a folder, whose rounds are plugged in."""
+"""The training loop: the same for connected ranks and for the workers of a folder, whose steps are plugged in."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Run:
     stop_requested: Callable[[], bool]
 
 
-class Rounds(Protocol):
-    """How the workers of a run meet: as connected ranks, or through a folder, where they come and go."""
+class Steps(Protocol):
+    """The steps of a worker: of a connected rank, or of one in a folder, where workers come and go."""
 
     number: int  # the step that was drawn last
     tokens: int  # trained on so far, by all workers
@@ -62,7 +62,7 @@ class Rounds(Protocol):
     def draw(self) -> Windows:
         """Returns the windows of this worker's next step; none if the run is over."""
 
-    def step(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+    def take(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
         """Takes the optimizer's step, and adds to the rows since the workers last met; whether they can be told.
 
         `seconds`: the gradient's. `looked_at`: the model may be evaluated or saved next.
@@ -146,8 +146,8 @@ def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: Trai
     return summed / max(1.0, count)
 
 
-def train_steps(run: Run, rounds: Rounds) -> None:
-    """Runs steps until the rounds are over."""
+def train_steps(run: Run, steps: Steps) -> None:
+    """Takes the steps, and tells of them, until the run is over or the worker is to stop."""
     config, team, bad = run.config, run.team, 0
     windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
     rows: list[Row] = []  # since the workers last met
@@ -155,7 +155,7 @@ def train_steps(run: Run, rounds: Rounds) -> None:
     def tell() -> None:
         nonlocal bad
         row = rows[-1]
-        if row["step"] % config.eval_every == 0 or rounds.ended:
+        if row["step"] % config.eval_every == 0 or steps.ended:
             with run.method.shared():
                 row["val_loss"] = validation_loss(run.model, windows, config, team)
         for each in rows:
@@ -166,20 +166,20 @@ def train_steps(run: Run, rounds: Rounds) -> None:
                 first = each["step"] - bad + 1
                 raise DemoptError(f"the loss has been {each['loss']} since step {first}; try a lower --lr")
         rows.clear()
-        rounds.told(row)
+        steps.told(row)
 
     began = time.perf_counter()
-    while drawn := rounds.draw():
-        step, lr = rounds.number, learning_rate(config, rounds.number, rounds.part)
+    while drawn := steps.draw():
+        step, lr = steps.number, learning_rate(config, steps.number, steps.part)
         computing = time.perf_counter()
         loss = _gradient(run.method, config, team, lr, drawn)
         computing = time.perf_counter() - computing
         rows.append({"step": step, "loss": loss, "lr": lr})
         due = step % config.eval_every == 0 or step % config.save_every == 0
-        met = rounds.step(rows, computing, due or rounds.ended)
-        if rounds.part is not None and config.epochs:
-            rows[-1]["epoch"] = rounds.part * config.epochs
-        rows[-1] |= {"tokens": rounds.tokens, "step_seconds": time.perf_counter() - began}
+        met = steps.take(rows, computing, due or steps.ended)
+        if steps.part is not None and config.epochs:
+            rows[-1]["epoch"] = steps.part * config.epochs
+        rows[-1] |= {"tokens": steps.tokens, "step_seconds": time.perf_counter() - began}
         if met:
             tell()
         began = time.perf_counter()

@@ -45,7 +45,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Connected:
-    """The rounds of connected ranks, which take equally many steps; `resumed` is the checkpoint that they go on from.
+    """The steps of connected ranks, which take equally many; `resumed` is the checkpoint that they go on from.
 
     With --epochs each step takes the next sequences of the epoch, and the ranks consecutive parts of them. So the place
     in the epoch is the tokens so far, whatever the number of workers has been.
@@ -85,7 +85,7 @@ class Connected:
         self._sequences, self.tokens = ends[rank + 1] - ends[rank], self.tokens + ends[-1] * tokens
         return [batch(train, config, self.number, rank, *each) for each in enumerate(passes(config, self._sequences))]
 
-    def step(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+    def take(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
         run, optimizer, looked_at = self.run, self.run.method.optimizer, looked_at or self.ended
         self.share.measured(self._sequences, seconds)
@@ -155,17 +155,17 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
             report = Report(folder, config, resumed.step if resumed else 0, team.first)
         run = Run(config, folder, team, corpus, model, method, report, lambda: stopping() or folder.stop.exists())
         _introduce(run, resumed)
-        rounds = Connected(run, resumed)
+        steps = Connected(run, resumed)
         with report:
-            train_steps(run, rounds)
-        if team.first and rounds.ended:
+            train_steps(run, steps)
+        if team.first and steps.ended:
             with folder.writing(), method.shared():
                 finish(config, folder, model, corpus)
         elif team.first:
             again = f"demopt train --resume --out {shlex.quote(config.out)}"
-            print(f"stopped after {config.of_steps(rounds.number)}, saved; go on with: {again}", file=sys.stderr)
+            print(f"stopped after {config.of_steps(steps.number)}, saved; go on with: {again}", file=sys.stderr)
         team.barrier()
-    return rounds.ended
+    return steps.ended
 
 
 def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig, nn.Module]]:

@@ -124,7 +124,7 @@ def _check(config: TrainConfig) -> torch.device:
 
 
 class Worker:
-    """A worker, from joining to the last file; its rounds are those of the run in the folder.
+    """A worker, from joining to the last file; its steps end in rounds of the run in the folder.
 
     With --epochs, the run's manifests hand out the sequences, and the run ends when they have all.
     """
@@ -219,7 +219,7 @@ class Worker:
                 finish(self.config, self.folder, self.model, self.corpus)
         print(f"weights after {self._rounds} rounds: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
 
-    # Its rounds
+    # Its steps
 
     def draw(self) -> Windows:
         """Returns the windows of the next step; none if the run is over. Without any to read, it sends for some."""
@@ -245,7 +245,7 @@ class Worker:
                 self._finish_round(math.nan)
         return []
 
-    def step(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+    def take(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
         """Takes a local step, and finishes the round if it is due or nothing is left to read."""
         run, row = self.run, rows[-1]
         self._sequences += self._step_sequences
