@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from demopt.optim import local_weights
 from demopt.optim.local_weights import LocalWeights
 
 
@@ -21,4 +20,4 @@ def _state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
             init(self, parameters, torch.device("cpu"))
 
         monkeypatch.setattr(LocalWeights, "__init__", on_the_host)
-        monkeypatch.setattr(local_weights, "_are_apart", lambda *_: True)
+        monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: False)

@@ -8,12 +8,12 @@ import pytest
 import problems
 from demopt import ExchangeError, LocalDeMo
 from demopt.exchange import SingleRank
-from demopt.optim import local_weights
+from demopt.optim.local_weights import LocalWeights
 
 
 def _make(apart: bool, monkeypatch: pytest.MonkeyPatch, exchange: Any = None) -> tuple[LocalDeMo, Any]:
     """An optimizer whose parameters count as those of an accelerator, if they are `apart`; its background thread."""
-    monkeypatch.setattr(local_weights, "_are_apart", lambda *_: apart)
+    monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: not apart)
     optimizer = problems.local(exchange or SingleRank(), delay=1, state_device="cpu", route="gather")
     return optimizer, optimizer.replicator.session._background
 

@@ -10,7 +10,7 @@ import torch
 
 import problems
 import ranks
-from demopt import DeMo, DriftError, ExchangeError, LocalDeMo, MessageError
+from demopt import DeMo, DriftError, ExchangeError, LocalDeMo, MessageError, SettingsError
 from demopt.exchange import Exchange, SingleRank, Threads
 
 
@@ -127,6 +127,28 @@ def test_state_loaded_on_one_rank_changes_nothing(kind: str, delay: int) -> None
     marks = ranks.threads(loaded_alone, 3)
     assert all(mark == marks[0] for mark in marks)
     assert len(set(marks[0])) >= 4
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("undone", ["load", "rollback"])
+def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undone: str, rounds: int) -> None:
+    """Also the first, after which the others still compare gradients."""
+
+    def undoes(exchange: Exchange, repairs: bool) -> Any:
+        optimizer = problems.two_way(exchange, route="gather", delay=1)
+        problems.fingerprints(optimizer, range(rounds), exchange.rank)
+        if exchange.rank == 1:
+            optimizer.load_state_dict(optimizer.state_dict()) if undone == "load" else optimizer.rollback()
+        if repairs:
+            optimizer.resync(0)
+            return problems.fingerprints(optimizer, range(3, 6), exchange.rank)
+        with pytest.raises((SettingsError, MessageError), match=rf"step.* {rounds - 1}") as told:
+            problems.fingerprints(optimizer, range(3, 6), exchange.rank)
+        return told.type
+
+    assert set(ranks.threads(undoes, 2, False)) == {SettingsError if undone == "load" else MessageError}
+    one, other = ranks.threads(undoes, 2, True)
+    assert one == other
 
 
 def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other() -> None:

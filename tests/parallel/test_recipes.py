@@ -20,7 +20,7 @@ import demopt
 import forked
 import problems
 import ranks
-from demopt.optim import local_weights
+from demopt.optim.local_weights import LocalWeights
 
 STEPS = 12
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
@@ -71,7 +71,7 @@ def _sequence(group: Any) -> int:
 
 def _run_on_host(rank: int, world_size: int, recipe: str) -> tuple[Run, Run]:
     """With the state on the host, where parameters count as those of an accelerator; and beside them."""
-    with mock.patch.object(local_weights, "_are_apart", return_value=True):
+    with mock.patch.object(LocalWeights, "_is_here", return_value=False):
         on_host = _run(rank, world_size, "LocalDeMo, host", recipe)
     return on_host, _run(rank, world_size, "LocalDeMo", recipe)
 

@@ -36,7 +36,7 @@ from demopt.optim.local_weights import LocalWeights
 from demopt.optim.mistakes import Mistakes, look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
-from demopt.replicator.rounds import VaryingExchange, rounds_of
+from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
@@ -152,9 +152,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
         options = Options(route, fingerprint_every, codec.kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
-        self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
-        self.mistakes = Mistakes(self, is_new=True)
-        self._share_facts()
+        self._attach_parts(is_new=True)
         self.samples = samples
 
     @property
@@ -314,7 +312,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("regroup")
         self._weights.begin()
         abandoned = self.replicator.round
-        rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
+        rounds = self._rounds_with(process_group)  # first: it may be refused
         self.replicator.regroup(process_group)
         self._rounds = rounds
         if abandoned is not None and abandoned.work is None:
@@ -514,11 +512,17 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
 
-    def _share_facts(self) -> None:
-        """Lets the replicator ask for the settings that ranks must share, whenever it compares them."""
+    def _attach_parts(self, is_new: bool) -> None:
+        """Makes all parts that neither a copy nor a file takes along."""
+        self._rounds = self._rounds_with(self.replicator.session.process_group)
+        self.mistakes = Mistakes(self, is_new)
         facts = weakref.WeakMethod(self._facts)  # weak: an optimizer that nobody holds lets its inner ones step
-        options = replace(self.replicator.options, config_facts=lambda: (facts() or tuple)())
-        self.replicator.options = options
+        self.replicator.options = replace(self.replicator.options, config_facts=lambda: (facts() or tuple)())
+
+    def _rounds_with(self, process_group: Any) -> Rounds:
+        if isinstance(process_group, VaryingExchange):
+            return process_group.rounds_of(self.replicator, self._inner.moments)
+        return Rounds(self.replicator)
 
     def _facts(self) -> Facts:
         """Returns the settings that ranks must share, beyond the replicator's, as they are now."""
@@ -670,8 +674,5 @@ class LocalDeMo(ReplicatedOptimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         self._inner = packed["_inner"]
         super().__setstate__({**packed, "param_groups": self._inner.groups})
-        process_group = self.replicator.session.process_group
-        self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
-        self.mistakes = Mistakes(self, is_new=False)
-        self._share_facts()
+        self._attach_parts(is_new=False)
         self._inner.watch()

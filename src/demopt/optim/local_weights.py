@@ -38,7 +38,7 @@ class LocalWeights:
         self.parameters = list(parameters)
         self._state_device = state_device  # of global weights and starts; None: that of each parameter
         self._staging = Staging()
-        self._taken: dict[Tensor, Tensor] = {}  # what `near` returned for the round that is extracted
+        self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of the round that is extracted
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
@@ -81,11 +81,13 @@ class LocalWeights:
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors where the state is: themselves, or copies, so that their device need not compute."""
-        if self._state_device is None:
-            return list(tensors)
-        found = [like_on(each, self._state_device) for each in tensors]
-        self._staging.copy(zip(tensors, found, strict=True))
+        device = self._state_device or torch.device("cpu")
+        found = [each if self._is_here(each) else like_on(each, device) for each in tensors]
+        self._staging.copy(pair for pair in zip(tensors, found, strict=True) if pair[0] is not pair[1])
         return found
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return self._state_device in (None, to_local(tensor.detach()).device)
 
     def notice_loaded(self) -> None:
         """Before the first step: global <- local, because weights may have been loaded into the model."""
@@ -100,37 +102,26 @@ class LocalWeights:
 
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
-        self.start_of, self._taken = {}, {}
+        self.start_of, self._extracted_from = {}, {}
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
 
     @property
     def are_elsewhere(self) -> bool:
         """Whether all local weights are on another device than the global ones."""
-        return all(_are_apart(local, global_weight) for local, global_weight in self.global_of.items())
+        return not any(map(self._is_here, self.global_of))
 
-    def near(self) -> dict[Tensor, Tensor]:
+    def _local_ones(self) -> dict[Tensor, Tensor]:
         """Returns the local weights of those with global ones, where these are; of DTensors this process's part."""
-        found, far = {}, []
-        for local, global_weight in self.global_of.items():
-            found[local] = to_local(local.detach())
-            if _are_apart(local, global_weight):
-                far.append((found[local], like_on(found[local], to_local(global_weight).device)))
-                found[local] = far[-1][1]
-        self._staging.copy(far)
-        return found
+        return dict(zip(self.global_of, self.here([to_local(each.detach()) for each in self.global_of]), strict=True))
 
     def starts_and_locals(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Returns, for each global weight, start and local weight, whose difference is its pseudo-gradient D.
 
         None where it does not train. Of DTensors it is this process's part.
         """
-        starts: list[Tensor | None] = []
-        weights: list[Tensor | None] = []
-        self._taken = self.near()
-        for local, global_weight in self.global_of.items():
-            starts.append(self._start(local, global_weight) if local.requires_grad else None)
-            weights.append(self._taken[local] if local.requires_grad else None)
-        return starts, weights
+        self._extracted_from, pairs = self._local_ones(), self.global_of.items()
+        starts = [self._start(local, weight) if local.requires_grad else None for local, weight in pairs]
+        return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
     def keep(self, finite: bool = True) -> None:
         """After a round that was skipped or failed: D is in the error, and the next one counts from here.
@@ -140,7 +131,7 @@ class LocalWeights:
         if not finite:
             self.adopt()
             return
-        self.start_of, self._taken = self._beside(), {}
+        self.start_of, self._extracted_from = self._beside(), {}
         self._copy(self.start_of.items())
 
     def hold(self) -> None:
@@ -150,25 +141,25 @@ class LocalWeights:
 
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        self._go_by_own_steps(self._taken, finite)
+        self._go_by_own_steps(self._extracted_from, finite)
         self.keep()
 
     def land(self) -> None:
         """With delay, after the last round in flight: local <- global - the pseudo-gradient that was not sent."""
         _forget_casts()
         if self.start_of:
-            self._go_by_own_steps(self.near(), True)
+            self._go_by_own_steps(self._local_ones(), True)
             self.start_of = {}
 
-    def _go_by_own_steps(self, near: Mapping[Tensor, Tensor], finite: bool) -> None:
+    def _go_by_own_steps(self, locals_of: Mapping[Tensor, Tensor], finite: bool) -> None:
         """local <- global - D, or global where D is not finite, or nothing trains."""
         _forget_casts()
         moved = []
         for local, global_weight in self.global_of.items():
             target, source = to_local(local.detach()), to_local(global_weight.detach())
             if finite and local.requires_grad:
-                source = source - (self._start(local, global_weight) - near[local].to(source.dtype))
-            if not _are_apart(local, global_weight):
+                source = source - (self._start(local, global_weight) - locals_of[local].to(source.dtype))
+            if self._is_here(local):
                 target.copy_(source)  # one by one: the differences of all would be a copy of the model
             else:
                 moved.append((target, source.to(target.dtype)))
@@ -231,11 +222,6 @@ class LocalWeights:
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         _forget_casts()
         self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
-
-
-def _are_apart(local: Tensor, global_weight: Tensor) -> bool:
-    """Whether a local weight is on another device than its global one."""
-    return to_local(local.detach()).device != to_local(global_weight.detach()).device
 
 
 def _forget_casts() -> None:

@@ -433,8 +433,9 @@ class Replicator:
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         abandoned, self.round = self.round, None
-        if abandoned is not None and abandoned.work is not None:
-            abandoned.work.exception()
+        work = None if abandoned is None or abandoned.result is not None else abandoned.work  # it has not landed here
+        if work is not None and work.exception() is None:
+            self.session.leave()
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -523,6 +524,7 @@ class Replicator:
         wiring, exchange = self.wiring(), self.session.exchange
         if not 0 <= src < exchange.world_size:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+        self.session.settle(wiring)
         exchange.await_all("resync()")
         number = self.round_number.to(wiring.device, copy=True).view(1)
         copy_tensors(exchange, [*wiring.replicated_tensors(), number], src)

@@ -148,10 +148,3 @@ class Rounds:
     def resync(self, src: int) -> None:
         """Takes the parameters and outer state of rank `src`."""
         self.replicator.resync(src)
-
-
-def rounds_of(process_group: Any, replicator: Replicator, moments: Callable[[], Moments]) -> Rounds:
-    """Returns the rounds of a replicator between the ranks of a process group."""
-    if isinstance(process_group, VaryingExchange):
-        return process_group.rounds_of(replicator, moments)
-    return Rounds(replicator)

@@ -53,6 +53,7 @@ class Session:
         self._compared: list[int] = []  # ids of the parameters whose order and weights were compared
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
         self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
+        self._owes_comparison = False  # see `leave`
 
     @property
     def exchange(self) -> Meter:
@@ -78,6 +79,7 @@ class Session:
 
     def agree(self, wiring: Wiring, header_of: Callable[[Wiring], Header]) -> None:
         """Runs the handshake, if the layout of the wiring is new; its traffic is not metered."""
+        self.settle(wiring)
         if self.has_agreed(wiring):
             return
         header = header_of(wiring)
@@ -144,6 +146,16 @@ class Session:
                 "demopt.unsync(model), which stops that; or give the optimizer the plain model; or give it, as "
                 "process_group, the ranks between which gradients are not yet averaged."
             )
+
+    def leave(self) -> None:
+        """This rank undoes a round that has travelled; those that apply it call `compare_gradients`, all together."""
+        self._owes_comparison = self.compares_gradients
+
+    def settle(self, wiring: Wiring) -> None:
+        """Before another collective: takes this rank's part in the comparison after a round that it has left."""
+        if self._owes_comparison:
+            self._owes_comparison = False
+            self.compare_gradients(wiring)
 
     def submit(self, call: Callable[[], T], message: Tensor | None) -> "Future[T]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""
