@@ -41,7 +41,7 @@ def start(
     command = [
         WEED, "server", f"-dir={place}", f"-ip={host}", f"-ip.bind={host}", "-filer",
         "-s3", f"-s3.config={place}/s3.json", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        "-s3.autoCreateBucket=true", "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=20",
+        "-s3.autoCreateBucket=true", "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=20",
         *(f"-{name}={number}" for name, number in given.items()),
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=output, stderr=output)

@@ -2,9 +2,9 @@
 
     python -m laboratory.network.homes --out homes.json      # as root
 
-Machine 0 is an S3 server (SeaweedFS), machines 1 to 4 are homes. All must end with the same weights, those of `replay`,
-and every local step must count once. Waits that a home reports are kept with the results. Speed is not measured. Cases
-that --out has already are not measured again.
+Machine 0 is an S3 server (SeaweedFS), machines 1 to 4 are homes; the links are theirs. All must end with the same
+weights, those of `replay`, and every local step must count once. Waits that a home reports are kept with the results.
+Speed is not measured. Cases that --out has already are not measured again.
 """
 
 import argparse
@@ -31,8 +31,8 @@ HOMES, SYNC_EVERY, PORT = 4, 5, 5000
 LATE = 5.0  # seconds that a round waits
 STEP, SLOW_STEP = 0.1, 2.0  # seconds per local step; the slow home's rounds take longer than the others wait
 STORE, RUN = "10.77.0.1", "s3://bucket/run"
-SLOW, LARGE = {"SLOW_HOME": "4"}, {"LARGE": "6500000"}  # parameters beside the model's
-VALUES: dict[str, Any] = {"top_k": 32, "chunk": 64, "values": "float32"}  # then messages have 15.5 MB, as of 124M signs
+SLOW, LARGE = {"SLOW_HOME": "4"}, {"LARGE": "3800000"}  # parameters beside the model's
+VALUES: dict[str, Any] = {"top_k": 4096, "values": "float32"}  # then messages have 15.5 MB, as of 124M signs
 CASES: dict[str, tuple[Link, float, dict[str, str]]] = {  # the link, the store's cut in seconds, the environment
     "10 Mbit/s, 100 ms": (Link("10mbit", 100), 0, {}),
     "100 Mbit/s, 20 ms": (Link("100mbit", 20), 0, {}),
@@ -100,7 +100,8 @@ def live(number: int, rounds: int) -> None:
             waited, whom = (run.last.waited, run.last.waited_for) if run.last else (0.0, ())
             more = f", waited {waited:.1f} s for {', '.join(whom) or 'the store'}" if waited > 2 else ""
             print(f"round {rounds_of(run)}{more}", flush=True)
-    print(json.dumps({"sha256": weights_digest(model, optimizer), "reached": reached}), flush=True)
+    ends = {"sha256": weights_digest(model, optimizer), "reached": reached}
+    print(json.dumps({**ends, "message": optimizer.replicator.message_bytes}), flush=True)
     homes.store.put_if_absent(f"ended/{number}", b"")
     os._exit(0)
 
@@ -119,11 +120,11 @@ def answers(address: str) -> bool:
 def measure(name: str, rounds: int) -> dict[str, Any]:
     """Runs one case; the store is cut after about a third of the rounds."""
     link, cut, more = CASES[name]
-    store = seaweed.environment(STORE, PORT)
+    store = {**seaweed.environment(STORE, PORT), "OMP_NUM_THREADS": "1"}  # float sums depend on threads
     command = ("{python}", "-m", "laboratory.network.homes", "--rank", "{rank}", "--rounds", str(rounds))
     outage = Cut(f"round {1 + rounds // 4}", cut) if cut else None
     (found,) = run(
-        Scenario(HOMES + 1, command, (link,), hub=True, limit_seconds=500, environment={**store, **more}, cut=outage)
+        Scenario(HOMES + 1, command, (link,), hub=True, limit_seconds=2400, environment={**store, **more}, cut=outage)
     )
     outputs = [answer["output"] for answer in found["answers"]]
     if found["late"] or any(answer["exit"] for answer in found["answers"]):
@@ -132,10 +133,9 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     lines = [(number, line) for number, output in enumerate(outputs[1:], 1) for line in output[:-1]]
     waits = [float(line.split("waited ")[1].split()[0]) for _, line in lines if "waited " in line]
     return {
-        "rounds": rounds,
-        "same_weights": len({end["sha256"] for end in ends[1:]}) == 1,
+        "rounds": rounds, "same_weights": len({end["sha256"] for end in ends[1:]}) == 1,
         "replay_agrees": ends[0].pop("replay") == ends[1]["sha256"],
-        "reached_each_other": any(end["reached"] for end in ends[1:]),
+        "reached_each_other": any(end["reached"] for end in ends[1:]), "message_bytes": ends[1]["message"],
         **ends[0], "waits_over_2_seconds": len(waits), "longest_wait_seconds": max(waits, default=None),
         "said": [f"home {number}: {line}" for number, line in lines if line.startswith("said")],
     }  # fmt: skip

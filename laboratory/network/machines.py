@@ -126,8 +126,7 @@ class Network:
                     self._plug_box(machine.number, link.rtt_ms / 4)  # a round trip passes four of them
         self.link = link
         for machine in self.machines:
-            self._limit(machine.namespace, "eth0", link.bits_per_second)
-            self._limit(self._switch, f"p{machine.number}", link.bits_per_second)
+            self.mend(machine.number)
 
     def cut(self, number: int) -> None:
         """Drops all that a machine sends and receives. Its interface stays up."""
@@ -136,9 +135,10 @@ class Network:
             _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
 
     def mend(self, number: int) -> None:
-        """Undoes a cut."""
-        self._limit(self.machines[number].namespace, "eth0", self.link.bits_per_second)
-        self._limit(self._switch, f"p{number}", self.link.bits_per_second)
+        """Gives a machine the link's rate; undoes a cut. A hub has a server's: no limit."""
+        rate = self.link.bits_per_second if number or not self._hub else None
+        self._limit(self.machines[number].namespace, "eth0", rate)
+        self._limit(self._switch, f"p{number}", rate)
 
     def kill(self, number: int) -> None:
         """Kills all processes of a machine."""

@@ -1,9 +1,10 @@
 """Where LocalDeMo meets a folder: nothing is sent that the others refuse, and no thread reads what another changes."""
 
+import math
 import signal
 import threading
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 import obstore
 import pytest
@@ -16,7 +17,7 @@ from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
-from demopt.runs.store import ObjectStore, StoreError
+from demopt.runs.store import ObjectStore, Store, StoreError
 
 
 def names_of(store: Any) -> set[str]:
@@ -25,7 +26,11 @@ def names_of(store: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("note", "told"),
-    [("x" * 5000, "note takes 5,002 bytes as JSON; give at most 3,072"), ({1, 2}, "note cannot be written as JSON")],
+    [
+        ("x" * 5000, "note takes 5,002 bytes as JSON; give at most 3,072"),
+        ({1, 2}, "note cannot be written as JSON"),
+        ({"loss": math.inf}, "note cannot be written as JSON"),
+    ],
 )
 def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, note, told):
     first, second = joined(store)
@@ -264,23 +269,26 @@ def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
             target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
 
 
-class Halves(Through):
-    """A cache that gives half of each message as the whole, the first time."""
+class Cache(Through):
+    """A cache that gives half of each message as the whole, or nothing, the first time."""
+
+    def __init__(self, inner: Store, share: float) -> None:
+        super().__init__(inner)
+        self.share, self.known = share, set[str]()
 
     def get(self, name: str, most: int) -> bytes | None:
         found = super().get(name, most)
-        if found and name.endswith(".message") and name not in self.halved:
-            self.halved.add(name)
-            return found[: len(found) // 2]
+        if found and name.endswith(".message") and name not in self.known:
+            self.known.add(name)
+            return found[: int(self.share * len(found))] or None
         return found
 
-    halved: ClassVar[set[str]] = set()
 
-
-def test_message_that_a_cache_gives_half_is_read_again(store):
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_message_that_a_cache_gives_half_or_not_at_all_is_read_again(store, share):
     first, second = joined(store)
     for worker in (first, first, second, second):
         worker.round()
-    halves = Halves(store)
-    assert [digest for _, digest in runs.replay(halves)] == [digest for _, digest in runs.replay(store)]
-    assert halves.halved
+    cache = Cache(store, share)
+    assert [digest for _, digest in runs.replay(cache)] == [digest for _, digest in runs.replay(store)]
+    assert cache.known

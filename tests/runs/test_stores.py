@@ -28,10 +28,12 @@ def test_four_calls_do_what_they_promise(any_store):
     assert any_store.list("rounds/1") == {"b.c"}
 
 
-def test_object_longer_than_expected_is_not_read(any_store):
+def test_object_longer_than_expected_is_not_read_nor_waited_for(any_store):
     stores.put(any_store, "a", bytes(100))
+    patient = Patient(any_store, 60.0, pytest.fail)
     with pytest.raises(MessageError, match="a has 100 bytes, and at most 99 were expected"):
-        any_store.get("a", most=99)
+        patient.get("a", most=99)
+    assert patient.requests == 1
 
 
 def test_of_racing_puts_one_wins_and_its_bytes_are_whole(store):

@@ -381,12 +381,12 @@ class FolderExchange(VaryingExchange):
         todo = [sender for sender in manifest.senders if sender.digest not in found]
 
         def read(sender: log.Sender) -> None:
-            name, size = log.message_name(manifest.round, sender.worker), wiring.route.widths[0]
-            data = self.store.get(name, size + log.MOST_ENVELOPE)
-            if data is None:
+            name, most = log.message_name(manifest.round, sender.worker), wiring.route.widths[0] + log.MOST_ENVELOPE
+            gone = f"{name} is gone from {self.store.address}, and no checkpoint has its round"
+            if not (data := self._until(lambda: self.store.get(name, most) or self._covered(manifest.round), gone)):
                 raise CoveredError(f"round {manifest.round} is covered by a checkpoint: {name} is gone")
             if log.digest(data) != sender.digest:  # a cache may have given a part of it as the whole: read it again
-                data = self.store.read(name, size + log.MOST_ENVELOPE, partial(_named, name, sender.digest))
+                data = self.store.read(name, most, partial(_named, name, sender.digest))
             self.received_bytes += len(data)
             body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
             found[sender.digest] = checked(wiring, header, tensor_of(body))
@@ -512,6 +512,10 @@ class FolderExchange(VaryingExchange):
         if worker in members and members[number % len(members)] != worker:
             return []
         return [self._wish]
+
+    def _covered(self, number: int) -> bytes | None:
+        """Returns no bytes if a checkpoint covers a round: only then may its messages be gone."""
+        return b"" if log.checkpoints(self.store)[-1] > number else None
 
     def _until(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
         """Repeats a read until it finds something, because reads may lag; ExchangeError after `limit` seconds."""
@@ -644,7 +648,7 @@ def check_facts(record: Record, facts: dict[str, str], address: str, worker: str
 def _as_json(name: str, value: Any, most: int) -> None:
     """Raises ValueError if a value is not of JSON's types, or takes more than `most` bytes."""
     try:
-        size = len(json.dumps(value).encode())
+        size = len(json.dumps(value, allow_nan=False).encode())  # of finite numbers, as `json_of` reads it
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     if size > most:

@@ -145,7 +145,7 @@ class Patient(Store):
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
         """As `Store`, but repeated: until the object is there, and for two seconds if it is damaged."""
-        return self._repeat("get", lambda: self.inner.read(name, most, parse))
+        return self._repeat("get", lambda: self.inner.read(name, most, parse), _DAMAGED)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
@@ -158,14 +158,14 @@ class Patient(Store):
         names = tuple(names)
         self._repeat("delete", lambda: self.inner.delete(names))
 
-    def _repeat(self, kind: str, call: Callable[[], T]) -> T:
+    def _repeat(self, kind: str, call: Callable[[], T], damaged: float = 0.0) -> T:
         began, attempt, long = time.monotonic(), 0, False
         while True:
             self.requests += 1
             try:
                 result = call()
             except MessageError:
-                if time.monotonic() - began > min(self.patience, _DAMAGED) or kind != "get":
+                if time.monotonic() - began >= min(self.patience, damaged):
                     raise
             except StoreError as error:
                 away = time.monotonic() - began
