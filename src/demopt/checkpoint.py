@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.state import StateDict, among, own_part, shares
+from demopt.state import StateDict, among, overlaps, own_part
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
@@ -56,7 +56,7 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Returns the entries that this rank saves, by key; when loading, those that DCP replaces."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        state = own_part(self._optimizer.state_dict(), rank, world_size)
+        state = own_part(self._optimizer.state_dict(), rank, world_size)  # it may have been consolidated
         parameters = self._parameters
         shards = dict.fromkeys(shard for shard in map(shard_of, parameters) if shard[1] > 1)
         own = f"rank{rank}.shard{'_'.join(str(number) for number, _ in shards) or 0}"
@@ -81,7 +81,7 @@ class OptimizerState:
                     name: placed_as(value, parameter) if name in sharded else value
                     for name, value in saved["values"].items()
                 }
-        if not shares(rank, world_size, before).keys() <= states.keys():
+        if not overlaps(rank, world_size, before).keys() <= states.keys():
             raise ValueError(
                 f"{before} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
                 "planner=demopt.checkpoint.LoadPlanner()"
@@ -109,16 +109,18 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Adds the keys of other ranks; called by DCP."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        known = metadata.state_dict_metadata if metadata is not None else {}
+        saved = metadata.state_dict_metadata if metadata is not None else {}
+        # DCP reads the keys of `self.state_dict`, here those of this rank, and puts each object where `self.mappings`
+        # says. Instead of this rank's key it gets those of the old ranks that this rank takes over from.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
             place, rank, rest = match[1], int(match[2]), match[3]
-            before = sum(f"{place}rank{old}{rest}" in known for old in range(len(known)))
-            for old in shares(rank, self.state_dict[f"{place}world_size"], before) if before else ():
+            before = sum(f"{place}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
+            for old in overlaps(rank, self.state_dict[f"{place}world_size"], before) if before else ():
                 self.state_dict[f"{place}rank{old}{rest}"] = entry
                 self.mappings[f"{place}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            if before and key not in known:
+            if before and key not in saved:  # DCP would refuse a key that is not there
                 del self.state_dict[key]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

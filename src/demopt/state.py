@@ -1,25 +1,23 @@
-"""Saved states of several ranks: per-rank and shared entries, the rank that saved them, and all ranks' states in one.
+"""Saved states: one rank's, read and checked; whose each is; those of all ranks in one; another number of ranks.
 
 A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
-the rank, the world size, for a parameter sharded inside a node number of the shard and of shards, and the number of
-entries that the parameter has. A consolidated state has the shared entries in their place, and
-beside them those of each rank.
+the rank, the world size, the number of the shard and of shards if a parameter is sharded inside a node, and the number
+of entries that the parameter has. A consolidated state also holds the entries of each rank, under "ranks".
 
-Among another number of ranks, each of W' ranks takes over a part of the saved states of W.
+Loaded among another number of ranks, each of W' ranks takes over a part of the saved states of W. Rounds apply the mean
+of the ranks' messages, so the mean over the ranks of what is unsent is preserved: sum(M') / W' = sum(M) / W, for
+momenta, for errors, and for pseudo-gradients that no round has carried so far. Old and new ranks are laid out as equal
+intervals on [0, 1], and each new rank takes the overlap-weighted mean of the old ones. So 4 ranks become 2 by means of
+pairs, and 2 become 4 by copies: equal messages, whose mean is the message of one.
 
-Rounds apply the mean of the ranks' messages, so the mean over the ranks of their unsent part is preserved:
-sum(M') / W' = sum(M) / W, for momenta, for errors, and for pseudo-gradients that no round has carried so far. Each new
-rank takes the overlap-weighted mean of the old ranks, both laid out as equal intervals on [0, 1]. So 4 ranks become 2
-by means of pairs, and 2 become 4 by copies: equal messages, whose mean is the message of one.
-
-All other per-rank state, that of LocalDeMo's inner optimizers, cannot be averaged without knowing its
-meaning: a new rank takes that of the old rank with the largest overlap.
+All other per-rank state, that of LocalDeMo's inner optimizers, cannot be averaged without knowing its meaning: a new
+rank takes that of the old rank with the largest overlap.
 
 Shapes: W ranks before, W' ranks now.
 """
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import shard_of
 from demopt.replicator.replicator import Replicator
@@ -49,6 +48,9 @@ _REMEDY = (
 )
 
 
+# One rank's state, read
+
+
 def check_form(state: Any) -> None:
     """Raises TypeError unless a state has the form of torch's: groups with parameters, and entries by number."""
     given: Mapping[str, Any] = state if isinstance(state, Mapping) else {"state": None}
@@ -58,46 +60,119 @@ def check_form(state: Any) -> None:
         raise TypeError("this is no optimizer's state: give the result of state_dict(), with param_groups and state")
 
 
-def check_counts(entry: Mapping[str, Any], where: int) -> None:
+def check_sizes(state: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError unless a state has an optimizer's groups, each with as many parameters."""
+    saved, mine = ([len(group["params"]) for group in each] for each in (state.get("param_groups", []), groups))
+    if saved != mine:
+        raise ValueError(f"the state has parameter groups of {saved} parameters, this optimizer of {mine}")
+
+
+def read(
+    state: StateDict, groups: Sequence[Mapping[str, Any]], settings: Sequence[Hyperparameters], local: bool
+) -> dict[Tensor, SavedParameter]:
+    """Returns what a state has of each parameter: all of it is checked, so that loading changes nothing or succeeds.
+
+    `groups` are those of the optimizer, a LocalDeMo if `local`, and `settings` what they will have. Parameters of which
+    the state has nothing are left out; warns if they train.
+
+    Raises:
+        ValueError: another optimizer saved it, or it is of another model, or damaged.
+    """
+    entries, found, lacking = state.get("state", {}), dict[Tensor, SavedParameter](), list[str]()
+    is_empty = not any(entries.values())  # of an optimizer that has not stepped yet: refused where one is needed
+    for place, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+            saved = SavedParameter.of(entries.get(number, {}))
+            if not entries.get(number) and not (is_empty and parameter.requires_grad):
+                lacking += [str(number)] if parameter.requires_grad else []
+                continue
+            known = {**saved.shared, **saved.own}
+            _check_counts(saved, known, number)
+            if local and not {"global", "momentum", "step", "local_steps"} <= known.keys():
+                if known or parameter.requires_grad:  # of a frozen one there may be its inner optimizer's part alone
+                    raise ValueError(
+                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                    )
+                continue
+            if local:
+                _check_weights(known, parameter, settings[place].transform, number)
+            elif "global" in known:
+                raise ValueError(f"the state of parameter {number} was saved by another optimizer, a LocalDeMo")
+            _check_shapes(saved, known.get("global", parameter), place, settings[place], number)
+            found[parameter] = saved
+    if lacking:
+        warn(
+            f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "
+            "zero: right for a parameter that was frozen when it was saved"
+        )
+    return found
+
+
+def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
     """Raises ValueError unless the counters in a parameter's state are whole numbers."""
-    own = "round" if "global" in entry else "step"  # beside "global", a step is the inner optimizer's
-    for name in (own, "local_steps", "transform", OWNER_START):
-        value = entry.get(name, 0)
-        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
-        if not (isinstance(number, int | float) and float(number).is_integer() and 0 <= number < 1 << 63):
-            raise ValueError(f"the state of parameter {where} holds a {name} that is no whole number, or below 0")
+    for name in ("step", "local_steps", "transform", OWNER_START):
+        value = known.get(name, 0)
+        count = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
+        if not (isinstance(count, int | float) and float(count).is_integer() and 0 <= count < 1 << 63):
+            raise ValueError(
+                f"the state of parameter {number} holds a {saved.name_there(name)} that is no whole number, or below 0"
+            )
 
 
-def outline(value: Any) -> list[int] | str:
+def _check_weights(known: Entry, parameter: Tensor, transform: str, number: int) -> None:
+    """Raises ValueError unless a LocalDeMo's weights are shaped like the parameter, and its error is of the transform.
+
+    The error is in the domain of the transform that it was saved with.
+    """
+    saved = int(known.get("transform", TRANSFORM_NUMBERS[transform]))
+    if saved != TRANSFORM_NUMBERS[transform]:
+        named = {value: name for name, value in TRANSFORM_NUMBERS.items()}.get(saved, saved)
+        raise ValueError(
+            f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
+            f"{transform!r}; build it with the transform that the state was saved with"
+        )
+    came = [_outline(known[name]) for name in ("global", "local", "start") if name in known]
+    if came != [list(parameter.shape)] * len(came):
+        raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}")
+
+
+def _outline(value: Any) -> list[int] | str:
     """Returns the shape of a tensor of real floats; of anything else its type."""
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
     return list(value.shape) if value.is_floating_point() and not value.is_meta else f"{value.dtype} on {value.device}"
 
 
-def check_shapes(saved: SavedParameter, parameter: Tensor, number: int, settings: Hyperparameters, where: int) -> None:
-    """Raises ValueError unless the momentum and the update rule's state of a parameter have the shapes they need."""
-    key, chunks = group_key(parameter, number, settings)
-    entry = saved.of_replicator
-    for name in ("momentum", *settings.update.state_names()):
+def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: Hyperparameters, number: int) -> None:
+    """Raises ValueError unless momentum and rule's state are finite, and shaped as the replicator's `weights` need.
+
+    `place` is that of the parameter group.
+    """
+    key, chunks = group_key(weights, place, settings)
+    entry, where = saved.of_replicator, f"the state of parameter {number}"
+    names = ("momentum", *settings.update.state_names())
+    for name in names:
         if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
             continue
-        came, expected = outline(entry.get(name)), [chunks.chunks, 1 if name in settings.update.weights else key.length]
+        came, expected = (
+            _outline(entry.get(name)),
+            [chunks.chunks, 1 if name in settings.update.weights else key.length],
+        )
         if came != expected:
             raise ValueError(
-                f"the state of parameter {where} (shape {list(parameter.shape)}) should hold a {name} of shape "
-                f"{expected}, but holds {came}: it was saved by another optimizer or for another model"
+                f"{where} (shape {list(weights.shape)}) should hold a {name} of shape {expected}, but holds {came}: it "
+                "was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
-        came, start = outline(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
+        came, start = _outline(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
         if len(came) != 2 or came[1] != key.length or not 0 <= start <= chunks.chunks - int(came[0]):
             raise ValueError(
-                f"the state of parameter {where} has an owner's error of shape {came} from chunk {start} on, but "
-                f"there are {chunks.chunks} chunks of {key.length}: it was saved for another model"
+                f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {chunks.chunks} "
+                f"chunks of {key.length}: it was saved for another model"
             )
-    for name in ("momentum", *settings.update.state_names(), OWNER_ERROR):
+    for name in (*names, OWNER_ERROR):
         if name in entry and not entry[name].isfinite().all():
-            raise ValueError(f"the {name} of parameter {where} in the state is not finite")
+            raise ValueError(f"the {name} of parameter {number} in the state is not finite")
 
 
 # The rank that saved a state
@@ -170,8 +245,16 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
 
 def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: int | None = None) -> StateDict:
-    """Returns this rank's part of all ranks' states, by rank; if other ranks saved them, its share: rank 0 warns."""
-    before = before or _world_size(states)
+    """Returns this rank's part of all ranks' states, by rank; if other ranks saved them, its share: rank 0 warns.
+
+    `before`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
+    """
+    if before is None:
+        marks = [entry[SAVED_BY] for state in states.values() for entry in state["state"].values() if SAVED_BY in entry]
+        before = max((int(mark[1]) for mark in marks), default=len(states))
+        missing = [str(rank) for rank in range(before) if rank not in states]
+        if missing:
+            raise ValueError(f"the state was saved by {before} ranks, but has nothing of rank {', '.join(missing)}")
     if before == world_size:
         return states[rank]
     if rank == 0:  # the same on all ranks
@@ -180,16 +263,6 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
             "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
     return share_of(states, rank, world_size, before)
-
-
-def _world_size(states: Mapping[int, StateDict]) -> int:
-    """Returns the number of ranks that saved `states`; ValueError if some of them are missing."""
-    marks: Iterable[Any] = (entry.get(SAVED_BY) for state in states.values() for entry in state["state"].values())
-    saved_by = max((int(mark[1]) for mark in marks if mark is not None), default=len(states))
-    missing = [str(rank) for rank in range(saved_by) if rank not in states]
-    if missing:
-        raise ValueError(f"the state was saved by {saved_by} ranks, but has nothing of rank {', '.join(missing)}")
-    return saved_by
 
 
 # Their way to one rank
@@ -233,16 +306,12 @@ def consolidate(
     usual = wiring.route.bytes_each_way / every
     if not here:
         return None, ""
-    much = (
-        (
-            f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
-            "save less often, or let every rank write its own state: one file per rank, or, with "
-            "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
-        )
-        if moved > MANY_STEPS * usual
-        else ""
+    told = (
+        f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
+        "save less often, or let every rank write its own state: one file per rank, or, with "
+        "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
     )
-    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, much
+    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, told * (moved > MANY_STEPS * usual)
 
 
 def _own_entries(state: StateDict) -> StateDict:
@@ -273,13 +342,13 @@ def _loaded(rank: int, data: bytearray) -> StateDict:
 # Another number of ranks
 
 
-def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
+def overlaps(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
     """Returns which of `before` old ranks a rank of `world_size` takes over from, with weights whose sum is 1.
 
     Examples:
-        >>> shares(0, 2, before=4), shares(3, 4, before=2)
+        >>> overlaps(0, 2, before=4), overlaps(3, 4, before=2)
         ({0: Fraction(1, 2), 1: Fraction(1, 2)}, {1: Fraction(1, 1)})
-        >>> shares(1, 2, before=3)
+        >>> overlaps(1, 2, before=3)
         {1: Fraction(1, 3), 2: Fraction(2, 3)}
     """
     found = {}
@@ -293,8 +362,8 @@ def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
 
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
-    """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
-    mine = shares(rank, world_size, before)
+    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank."""
+    mine = overlaps(rank, world_size, before)
     largest = max(mine, key=lambda old: mine[old])  # the first, if several have it
     taken: dict[Any, Entry] = {}
     for number in states[largest]["state"]:
@@ -364,11 +433,11 @@ def _check_alike(states: Sequence[StateDict]) -> None:
                 f"{len(states)} states came, and states[{rank}] was saved by one of {max(counts)} ranks; give the "
                 "states of all ranks"
             )
-        if _outline(state) != _outline(states[0]):
+        if _common(state) != _common(states[0]):
             raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
 
 
-def _outline(state: StateDict) -> dict[Any, Any]:
+def _common(state: StateDict) -> dict[Any, Any]:
     """Returns the parts that the states of all ranks have in common."""
     found = {number: SavedParameter.of(entry) for number, entry in state["state"].items()}
     return {

@@ -15,7 +15,7 @@ import demopt
 import problems
 import ranks
 from demopt.exchange import Exchange
-from demopt.state import shares
+from demopt.state import overlaps
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
@@ -23,9 +23,9 @@ SIZES = st.integers(1, 9)
 
 
 @given(SIZES, SIZES)
-def test_shares_of_every_new_rank_are_one_and_of_every_old_rank_equal(now: int, before: int) -> None:
+def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now: int, before: int) -> None:
     """A rank's momentum keeps its scale, and no old rank counts for more than another."""
-    by_rank = [shares(rank, now, before) for rank in range(now)]
+    by_rank = [overlaps(rank, now, before) for rank in range(now)]
     assert all(sum(mine.values()) == 1 for mine in by_rank)
     for old in range(before):
         assert sum((mine.get(old, Fraction(0)) for mine in by_rank), Fraction(0)) == Fraction(now, before)

@@ -19,7 +19,7 @@ from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options
-from demopt.state import check_shapes, consolidated, warn_unless_own
+from demopt.state import check_sizes, consolidated, read, warn_unless_own
 from demopt.validation import check_choice
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
@@ -249,19 +249,14 @@ class DeMo(ReplicatedOptimizer):
         return consolidated(self._all_states, found) if self._all_states else found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        entries = list(self._entries(state_dict))
+        check_sizes(state_dict, self.param_groups)
         groups, settings = [], []
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             loaded = {name: value for name, value in {**self.defaults, **saved_group}.items() if name != "params"}
             groups.append(plain(loaded))
             settings.append(_settings_of(groups[-1]))
             check_matrices(settings[-1].update, group["params"])
-        for where, (place, parameter, _, saved, counts) in enumerate(entries):
-            if "global" in saved.shared:
-                raise ValueError(f"the state of parameter {where} was saved by another optimizer, a LocalDeMo")
-            if counts:
-                check_shapes(saved, parameter, place, settings[place], where=where)
-        saved_of = {parameter: saved for _, parameter, _, saved, _ in entries}
+        saved_of = read(state_dict, self.param_groups, settings, local=False)
         warn_unless_own(saved_of, *self.replicator.rank_and_size)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)

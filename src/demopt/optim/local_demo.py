@@ -40,7 +40,7 @@ from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
-from demopt.state import check_shapes, consolidated, outline, warn_unless_own
+from demopt.state import check_sizes, consolidated, read, warn_unless_own
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
@@ -623,30 +623,9 @@ class LocalDeMo(ReplicatedOptimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
         self._follow_inner()
-        saved_of: dict[Tensor, SavedParameter] = {}
-        inner, settings = {}, self.replicator.wiring().settings
-        for place, parameter, number, saved, counts in self._entries(state_dict):
-            inner[number] = saved.inner
-            known = {**saved.shared, **saved.own}
-            if not {"global", "momentum", "step", "local_steps"} <= known.keys():
-                if known or (counts and parameter.requires_grad):  # a frozen one may have its inner optimizer's only
-                    raise ValueError(
-                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
-                    )
-                continue
-            if (transform := int(known.get("transform", self._transform))) != self._transform:
-                named = {value: name for name, value in TRANSFORM_NUMBERS.items()}.get(transform, transform)
-                raise ValueError(
-                    f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
-                    f"{self._settings['transform']!r}; build it with the transform that the state was saved with"
-                )
-            came = [outline(known[name]) for name in ("global", "local", "start") if name in known]
-            if came != [list(parameter.shape)] * len(came):
-                raise ValueError(
-                    f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
-                )
-            check_shapes(saved, known["global"], place, settings[place], where=number)
-            saved_of[parameter] = saved
+        check_sizes(state_dict, self.param_groups)
+        saved_of = read(state_dict, self.param_groups, self.replicator.wiring().settings, local=True)
+        inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         warn_unless_own(saved_of, *self.replicator.rank_and_size)
         self._inner.load(state_dict["param_groups"], inner)
         self._weights.create(also=saved_of)

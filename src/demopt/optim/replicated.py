@@ -1,6 +1,6 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -8,8 +8,7 @@ from torch import Tensor
 
 from demopt.optim.mistakes import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
-from demopt.replicator.state import SavedParameter
-from demopt.state import StateDict, check_counts, check_form, consolidate, own_part
+from demopt.state import StateDict, check_form, consolidate, own_part
 from demopt.validation import warn
 
 P = ParamSpec("P")
@@ -119,29 +118,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone."""
         return self.state_dict()
-
-    def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, SavedParameter, bool]]:
-        """Yields per parameter: its group's place, itself, its number, its saved state, and whether that counts.
-
-        An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far, or is lost.
-        """
-        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
-        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
-        empty, lacking = not any(state.values()), []
-        for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-                entry = state.get(number, {})
-                check_counts(entry, number)
-                lacking += [str(number)] if parameter.requires_grad and not entry and not empty else []
-                counts = bool(entry) or (empty and parameter.requires_grad)
-                yield place, parameter, number, SavedParameter.of(entry), counts
-        if lacking:
-            warn(
-                f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "
-                "zero: right for a parameter that was frozen when it was saved"
-            )
 
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""

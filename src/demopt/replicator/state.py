@@ -19,10 +19,11 @@ SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, wo
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 _OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
 _OWN = ("momentum", "local", "start", SAVED_BY, *_OF_OWNERS)
-#: The names in an entry of LocalDeMo, whose inner optimizer may use any others, and those here.
-_OF_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
-_OF_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *_OF_OWNERS)}
-_IN_LOCAL = {name: there for there, name in _OF_LOCAL.items()}
+# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" or "momentum" there. So it calls the
+# replicator's parts by other names, left; what is not in this table is the inner optimizer's.
+_NAME_HERE = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
+_NAME_HERE |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *_OF_OWNERS)}
+_NAME_IN_LOCAL = {name: there for there, name in _NAME_HERE.items()}
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,24 @@ class SavedParameter:
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> SavedParameter:
-        """Reads an entry of the state of a DeMo or LocalDeMo; what is neither's is an inner optimizer's."""
-        names = _OF_LOCAL if "global" in entry else {name: name for name in entry} if "momentum" in entry else {}
-        shared: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        for there, name in names.items():
-            if there in entry:
-                (own if name in _OWN else shared)[name] = entry[there]
-        return SavedParameter(shared, own, {there: value for there, value in entry.items() if there not in names})
+        """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
+        saved = SavedParameter({}, {}, {})
+        for there, value in entry.items():
+            name = _NAME_HERE.get(there) if "global" in entry else there if "momentum" in entry else None
+            part = saved.inner if name is None else saved.own if name in _OWN else saved.shared
+            part[name or there] = value
+        return saved
 
     def entry(self) -> dict[str, Any]:
         """Writes it as an entry of a state."""
-        known, names = {**self.shared, **self.own}, _IN_LOCAL if "global" in self.shared else {}
-        entry = {**self.inner, **{names.get(name, name): value for name, value in known.items()}}
+        entry = {**self.inner, **{self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}}
         if SAVED_BY in entry:
             entry[SAVED_BY] = torch.tensor([*entry[SAVED_BY].tolist()[:4], len(entry)], device="cpu")
         return entry
+
+    def name_there(self, name: str) -> str:
+        """Returns the name that the entry has for a shared or own part."""
+        return _NAME_IN_LOCAL[name] if "global" in self.shared else name
 
     @property
     def of_replicator(self) -> dict[str, Any]:
@@ -76,7 +79,6 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
     entries share; it takes the newest of theirs.
     """
-    mine = rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
     before = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in before.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
@@ -91,21 +93,29 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
             for parameter, rows in chunk_group.rows(buffer):
                 _adopt(before[parameter].get(name), rows)
                 state.setdefault(parameter, {})[name] = _apart(rows)
-    kept = {parameter: own for parameter, own in wiring.route.own_state() if _keeps(before[parameter], own, mine)}
-    for parameter, entry in before.items():
-        if OWNER_ERROR in entry and parameter not in kept:
-            # Rounds apply the mean over W ranks, so the error goes into this rank's momentum W times as large.
-            start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-            state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=world_size)
-            state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
-    for parameter, own in wiring.route.own_state():
-        _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
-        state[parameter] |= {name: _apart(value) for name, value in own.items()}
+    _attach_owners(state, before, wiring)
+    saver = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
         if state.get(parameter):
             entry = state[parameter]
             entry |= {"step": round_number, SAVED_BY: None}
-            entry[SAVED_BY] = torch.tensor([rank, world_size, *shard_of(parameter), len(entry)], device="cpu")
+            entry[SAVED_BY] = torch.tensor([*saver, *shard_of(parameter), len(entry)], device="cpu")
+
+
+def _attach_owners(state: State, before: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
+    """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
+    saver = wiring.inputs.rank, wiring.inputs.world_size
+    owned = dict(wiring.route.own_state())
+    kept = {parameter for parameter, own in owned.items() if _keeps(before[parameter], own, saver)}
+    for parameter, entry in before.items():
+        if OWNER_ERROR in entry and parameter not in kept:
+            # Rounds apply the mean over W ranks, so the error goes into this rank's momentum W times as large.
+            start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
+            state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=saver[1])
+            state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
+    for parameter, own in owned.items():
+        _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+        state[parameter] |= {name: _apart(value) for name, value in own.items()}
 
 
 def _apart(rows: Tensor) -> Tensor:
