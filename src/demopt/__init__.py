@@ -9,46 +9,31 @@ from typing import TYPE_CHECKING, Any
 from demopt.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from demopt.codec.hyperparameters import Codec
-    from demopt.core.rules import SGD, AdamW, Lion, Muon, Nesterov, Signum
-    from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
-    from demopt.optim.demo import V1, V2, DeMo
-    from demopt.optim.local_demo import LocalDeMo
-    from demopt.optim.muon import muon_adamw, muon_groups
-    from demopt.parallel import broadcast_buffers, unsync
-    from demopt.replicator.replicator import Stats
-    from demopt.runs.exchange import FolderExchange
-    from demopt.runs.sampler import RunSampler
-    from demopt.state import reshard
-    from demopt.unequal import fit_batches
-
-__all__ = [
-    "SGD",
-    "V1",
-    "V2",
-    "AdamW",
-    "Codec",
-    "DeMo",
-    "DemoptError",
-    "DriftError",
-    "ExchangeError",
-    "FolderExchange",
-    "Lion",
-    "LocalDeMo",
-    "MessageError",
-    "Muon",
-    "Nesterov",
-    "RunSampler",
-    "SettingsError",
-    "Signum",
-    "Stats",
-    "broadcast_buffers",
-    "fit_batches",
-    "muon_adamw",
-    "muon_groups",
-    "reshard",
-    "unsync",
-]
+    from demopt.codec.hyperparameters import Codec as Codec
+    from demopt.core.rules import SGD as SGD
+    from demopt.core.rules import AdamW as AdamW
+    from demopt.core.rules import Lion as Lion
+    from demopt.core.rules import Muon as Muon
+    from demopt.core.rules import Nesterov as Nesterov
+    from demopt.core.rules import Signum as Signum
+    from demopt.errors import DemoptError as DemoptError
+    from demopt.errors import DriftError as DriftError
+    from demopt.errors import ExchangeError as ExchangeError
+    from demopt.errors import MessageError as MessageError
+    from demopt.errors import SettingsError as SettingsError
+    from demopt.optim.demo import V1 as V1
+    from demopt.optim.demo import V2 as V2
+    from demopt.optim.demo import DeMo as DeMo
+    from demopt.optim.local_demo import LocalDeMo as LocalDeMo
+    from demopt.optim.muon import muon_adamw as muon_adamw
+    from demopt.optim.muon import muon_groups as muon_groups
+    from demopt.parallel import broadcast_buffers as broadcast_buffers
+    from demopt.parallel import unsync as unsync
+    from demopt.replicator.replicator import Stats as Stats
+    from demopt.runs.exchange import FolderExchange as FolderExchange
+    from demopt.runs.sampler import RunSampler as RunSampler
+    from demopt.state import reshard as reshard
+    from demopt.unequal import fit_batches as fit_batches
 
 _HOMES = {  # where each name is defined
     "codec.hyperparameters": ("Codec",),
@@ -65,6 +50,7 @@ _HOMES = {  # where each name is defined
     "unequal": ("fit_batches",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
 _MODULES = ("checkpoint", "exchange", "integrations")  # public too, as demopt.exchange.SingleRank
 
 

@@ -421,13 +421,13 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
 
 def _check_alike(states: Sequence[StateDict]) -> None:
     for rank, state in enumerate(states):
-        savers = {int(entry[SAVED_BY][0]) for entry in state["state"].values() if SAVED_BY in entry}
+        marks = [entry[SAVED_BY] for entry in state["state"].values() if SAVED_BY in entry]
+        savers, counts = ({int(mark[place]) for mark in marks} for place in (0, 1))
         if savers and savers != {rank}:
             raise ValueError(
                 f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all ranks "
                 "in the order of the ranks"
             )
-        counts = {int(entry[SAVED_BY][1]) for entry in state["state"].values() if SAVED_BY in entry}
         if counts and counts != {len(states)}:
             raise ValueError(
                 f"{len(states)} states came, and states[{rank}] was saved by one of {max(counts)} ranks; give the "

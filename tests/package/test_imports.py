@@ -70,7 +70,6 @@ def test_public_names_are_imported_when_they_are_used_and_listed_before() -> Non
     assert {demopt.DeMo.__name__, demopt.exchange.SingleRank.__name__} == {"DeMo", "SingleRank"}
     with pytest.raises(AttributeError, match="no attribute 'Demo'"):
         demopt.Demo  # noqa: B018
-    assert {name for names in demopt._HOMES.values() for name in names} == set(demopt.__all__)
 
 
 def test_nothing_that_is_received_is_unpickled() -> None:

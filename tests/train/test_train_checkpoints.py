@@ -19,7 +19,7 @@ from demopt.codec.hyperparameters import Codec
 from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.folder import RunFolder
+from demopt.train.out import OutFolder
 from demopt.train.team import Team
 from forked import CONTEXT
 
@@ -52,7 +52,7 @@ def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for
         assert ("stopping after this step; once more to stop at once" in told) == (not more)
         assert f"stopped after step {number} of 12, saved; go on with: demopt train --resume --out {out}" in told
         assert "Traceback" not in told
-        assert checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints)).step == steps_done(out) == number
+        assert checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints)).step == steps_done(out) == number
     resume_as(finished[0], out)
 
 
@@ -63,7 +63,8 @@ def test_second_signal_stops_at_once(tmp_path, text):
     process.send_signal(signal.SIGINT)
     assert "once more to stop at once" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=train_runs.LIMIT)[1] == "demopt: stopped at once\n"
+    told = process.communicate(timeout=train_runs.LIMIT)[1]  # a worker that ends later may say that the other is gone
+    assert "demopt: stopped at once" in told.splitlines()
     assert process.returncode == 143
     train_runs.wait_for(lambda: not any(map(train_runs.alive, workers.values())))
 
@@ -71,7 +72,7 @@ def test_second_signal_stops_at_once(tmp_path, text):
 @pytest.mark.parametrize(("case", "workers"), [("delay", 3), ("adamw", 1)])
 def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, runs, tmp_path):
     out = as_killed(runs(case)[0], tmp_path / "run")
-    before = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints))
+    before = checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints))
     each = 2 * 32 * (2 if case == "adamw" else 1)  # of a worker in a step, which AdamW takes in two passes
     assert (before.settings["workers"], before.tokens) == (2, before.step * 2 * each)
     done = train_runs.resume(out, "--workers", workers)
@@ -83,7 +84,7 @@ def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, 
     tokens = [before.tokens + (row["step"] - before.step) * workers * each for row in rows[before.step :]]
     assert [row["tokens"] for row in rows[before.step :]] == tokens
     assert rows[-1]["loss"] < rows[0]["loss"]
-    after = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints))
+    after = checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints))
     assert (after.settings["workers"], after.tokens) == (workers, rows[-1]["tokens"])
 
 
@@ -91,7 +92,7 @@ def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
     from safetensors.torch import load_file
 
     saved = load_file(runs("local")[0] / "model" / "model.safetensors")
-    path = RunFolder(runs("local")[0]).checkpoints / f"step-{STEPS:08d}"
+    path = OutFolder(runs("local")[0]).checkpoints / f"step-{STEPS:08d}"
     state = {f"model.{name}": torch.empty_like(value) for name, value in saved.items()}
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.load_state(state, storage_reader=FileSystemReader(path), no_dist=True)
@@ -138,7 +139,7 @@ def trained(steps):
 
 
 def save(out, step):
-    run = RunFolder(out)
+    run = OutFolder(out)
     saved = checkpoint.Saved(step, "text", TrainConfig().record(), 0)
     with run.writing():
         checkpoint.save(run.checkpoints, saved, *trained(step), Team(0, 1, torch.device("cpu")))
@@ -213,7 +214,7 @@ def test_save_on_a_full_disk_says_so_and_leaves_the_one_before(tmp_path):
 
 
 def test_metrics_go_on_after_a_line_that_was_left_half(tmp_path, finished):
-    run = RunFolder(tmp_path)
+    run = OutFolder(tmp_path)
     lines = (finished[0] / "metrics.jsonl").read_bytes().splitlines()
     run.metrics.write_bytes(b"\n".join([*lines[:10], lines[10][:30]]))
     assert run.read_metrics() == metrics(finished[0])[:10]

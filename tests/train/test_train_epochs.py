@@ -54,7 +54,7 @@ def _play(seed):
             for rounds, windows in zip(ranks, drawn, strict=True):
                 assert all(len(part) <= config.batch for part in windows)
                 read.update(int(window[0]) // 8 for part in windows for window in part if window[1] >= 0)
-                rounds.share.fit(speeds)
+                rounds.sizes.fit(speeds)
         assert len({(each.number, each.tokens) for each in ranks}) == 1
         resumed = Saved(ranks[0].number, "", {}, ranks[0].tokens)
     assert resumed.tokens == 8 * number * epochs

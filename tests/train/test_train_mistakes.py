@@ -15,8 +15,8 @@ from train_runs import COMMAND, SMALL
 from demopt import cli
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, resolve
-from demopt.train.folder import RunFolder
 from demopt.train.method import refuse_if_too_large
+from demopt.train.out import OutFolder
 from demopt.train.runs.worker import train_in_folder
 from demopt.train.team import pick_device
 
@@ -105,7 +105,7 @@ def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path
     told = command("train", "--out", finished[0], "--resume", "--overwrite", code=2)
     assert "--overwrite deletes the run that --resume continues" in told
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written: Not a directory"), RunFolder(tmp_path / "file/run").held():
+    with pytest.raises(InputError, match="cannot be written: Not a directory"), OutFolder(tmp_path / "file/run").held():
         pass
 
 
@@ -114,26 +114,23 @@ def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with RunFolder(tmp_path / "out").held():
+    with OutFolder(tmp_path / "out").held():
         pass
     assert "not locked against a second run: No locks available" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"width": 128}, "--width is 128, and the run in"),
-        ({"optimizer": "adamw"}, " has demo; go on with the same settings or start anew in another --out"),
-        ({}, "the text or tokenizer here is not that of the run in"),
-    ],
-)
-def test_resume_refuses_another_run(tmp_path, finished, change, told):
+def test_resume_refuses_another_run(tmp_path, finished):
     newest = checkpoint.newest(finished[0] / "checkpoints")
     saved = checkpoint.read(newest)
     config = config_of(saved.settings)
-    assert checkpoint.find(newest.parent, config, saved.fingerprint) == newest
-    with pytest.raises(InputError, match=re.escape(told)):
-        checkpoint.find(newest.parent, dataclasses.replace(config, **change), "of another text")
+    assert checkpoint.find(newest.parent, config, saved.fingerprint) == (newest, saved)
+    for change, told in (
+        ({"width": 128}, "--width is 128, and the run in"),
+        ({"optimizer": "adamw"}, " has demo; go on with the same settings or start anew in another --out"),
+        ({}, "the text or tokenizer here is not that of the run in"),
+    ):
+        with pytest.raises(InputError, match=re.escape(told)):
+            checkpoint.find(newest.parent, dataclasses.replace(config, **change), "of another text")
     (tmp_path / "step-00000003").mkdir()  # a save that was interrupted
     with pytest.raises(InputError, match="holds no whole checkpoint"):
         checkpoint.find(tmp_path, config, saved.fingerprint)

@@ -13,8 +13,8 @@ from train_runs import STEPS, metrics
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train import report
 from demopt.train.config import InputError, TrainConfig, read_file
-from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
+from demopt.train.out import OutFolder
 from demopt.train.report import Report
 
 FIELDS = {"step", "loss", "lr", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}
@@ -34,7 +34,7 @@ def test_whole_run_leaves_a_line_per_step_and_its_last_two_checkpoints(runs, cas
     assert rows[-1]["val_loss"] < rows[3]["val_loss"]
     assert [row["lr"] for row in rows[:3]] == pytest.approx([peak / 3, 2 * peak / 3, peak])
     assert rows[-1]["lr"] == pytest.approx(peak / 10)
-    assert sorted(path.name for path in RunFolder(out).checkpoints.iterdir()) == ["step-00000009", "step-00000012"]
+    assert sorted(path.name for path in OutFolder(out).checkpoints.iterdir()) == ["step-00000009", "step-00000012"]
     assert printed.stderr == ""
     assert not {"\r", "\x1b"} & set(printed.stdout)
     for line in ("step 1/12", "final validation loss", "tokens per second", "by one worker per step"):
@@ -108,7 +108,7 @@ def test_wandb_gets_the_metrics_below_out_and_training_goes_on_without_it(tmp_pa
     for name in ("WANDB_MODE", "WANDB_DIR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    with Report(RunFolder(tmp_path), TrainConfig(tracker="wandb", sequence=4), 0, first=True) as shown:
+    with Report(OutFolder(tmp_path), TrainConfig(tracker="wandb", sequence=4), 0, first=True) as shown:
         for step in (1, 2, 3):
             shown.step(row_of(step))
     assert seen == [(1, 6.0)]
@@ -125,7 +125,7 @@ def test_missing_tracker_is_named_with_the_command_to_install(monkeypatch):
 
 def test_tensorboard_has_the_metrics(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Report(RunFolder(tmp_path), TrainConfig(tracker="tensorboard", sequence=4), 0, first=True) as shown:
+    with Report(OutFolder(tmp_path), TrainConfig(tracker="tensorboard", sequence=4), 0, first=True) as shown:
         shown.step(row_of(1, loss=3.0))
         shown.step(row_of(2, loss=float("nan")))
         shown.step(row_of(3, loss=2.0, val_loss=2.5))

@@ -13,8 +13,8 @@ from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, timele
 
 import forked
 from demopt.train.config import InputError
-from demopt.train.folder import RunFolder
 from demopt.train.launch import explain
+from demopt.train.out import OutFolder
 
 # The one that is told, of these failures: (exit code, error, time) of each rank.
 KILLED = (-signal.SIGKILL, None, 5)
@@ -40,7 +40,7 @@ def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said, co
             details = {"py_callstack": f"Traceback of rank {rank}", "timestamp": str(timestamp)}
             file.write_text(json.dumps({"message": {"message": error, "extraInfo": details}}))
         made[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exitcode, error_file=str(file))
-    told = explain(made, RunFolder(tmp_path))
+    told = explain(made, OutFolder(tmp_path))
     assert (str(told), told.code) == (said, code)
 
 
@@ -75,10 +75,10 @@ def test_workers_refuse_unlike_settings(tmp_path):
 
 def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):
     out = shutil.copytree(finished[0], tmp_path / "run")
-    with RunFolder(out).held():
+    with OutFolder(out).held():
         ((code, told),) = _by_hand(out, ["--data", text, "--overwrite"])
         assert (code, f"--out {out}: a run is at work in it" in told) == (2, True)
-        with pytest.raises(InputError, match="a run is at work in it"), RunFolder(out).held():
+        with pytest.raises(InputError, match="a run is at work in it"), OutFolder(out).held():
             pass
     assert metrics(out) == metrics(finished[0])
     assert weights(out) == weights(finished[0])

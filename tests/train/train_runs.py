@@ -79,14 +79,14 @@ from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
     import demopt.train.loop as loop
     train_steps = loop.train_steps
-    def changed(run, steps):
+    def changed(training, steps):
         draw = steps.draw
         def held():
             if steps.number + 1 == {step}:
                 {action}
             return draw()
         steps.draw = held
-        train_steps(run, steps)
+        train_steps(training, steps)
     for module in filter(None, map(sys.modules.get, (loop.__name__, "demopt.train.worker"))):  # if forked
         module.train_steps = changed
 """
@@ -105,7 +105,7 @@ def start_held(out, text, *more, number, release=True):
     There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
     """
     held = Path(f"{out}-{number}") / "held"
-    until = f"{release} and run.stop_requested()"
+    until = f"{release} and training.stop_requested()"
     wait = f"Path({str(held)!r}).touch()\n                while not ({until}): time.sleep(0.01)"
     process = start(out, text, *more, env=at_step(number, 0, wait, held.parent))
     wait_for(held.exists, process)

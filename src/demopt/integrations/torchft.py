@@ -157,7 +157,8 @@ class Optimizer(torch.optim.Optimizer):
                 if time.monotonic() - began > self._patience:
                     self._give_up()
                     raise ExchangeError(f"no round in {self._patience:g} s; the last problem: {error}") from error
-                self._refuse(error)
+                self._quorum.close()  # no worker waits for this one, which votes no
+                self._quorum.refuse(error)
         self._new = False
 
     def _attempt(self, detached: Round) -> None:
@@ -180,11 +181,6 @@ class Optimizer(torch.optim.Optimizer):
         inner.apply(messages)
         self._counted |= dict.fromkeys(self._names, step)
 
-    def _refuse(self, error: DemoptError) -> None:
-        """Votes no and closes the connections: the next quorum makes new ones, and no worker waits for this one."""
-        self._quorum.close()
-        self._quorum.refuse(error)
-
     def _give_up(self) -> None:
         self._quorum.close()
         if self._detached is not None:
@@ -206,12 +202,12 @@ class Optimizer(torch.optim.Optimizer):
             raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
         self._compare_settings(exchange, workers, source)
         behind = followers(workers, source)
-        told = gather_values(exchange, self._told() if exchange.rank == source else None)[source]
+        given = gather_values(exchange, self._given() if exchange.rank == source else None)[source]
         if exchange.rank in behind or not mine.has_message:
-            for group, scheduled in zip(self.inner.param_groups, told["scheduled"], strict=True):
+            for group, scheduled in zip(self.inner.param_groups, given["scheduled"], strict=True):
                 group.update(scheduled)
         if behind:
-            self._heal(exchange, source, behind, told)
+            self._heal(exchange, source, behind, given)
             weights = gather_values(exchange, self.inner.fingerprint(state=True))
             if len(set(weights)) > 1:
                 raise ExchangeError("weights differ after a worker took those of another")
@@ -240,8 +236,8 @@ class Optimizer(torch.optim.Optimizer):
             raise SettingsError(told)
         raise ExchangeError(f"a worker has other settings: {told}")
 
-    def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], told: dict[str, Any]) -> None:
-        """Sends weights, step and rules' state from `source` to those that are behind; counts are `told`."""
+    def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], given: dict[str, Any]) -> None:
+        """Sends weights, step and rules' state from `source` to those that are behind, and what is `given` besides."""
         if exchange.rank != source and exchange.rank not in behind:
             return
         taking, self._torn = exchange.rank != source, exchange.rank != source
@@ -250,8 +246,8 @@ class Optimizer(torch.optim.Optimizer):
         self._torn = False
         if not taking:
             return
-        self._counted = dict(told["counted"])
-        self._manager.load_state_dict(told["manager"])
+        self._counted = dict(given["counted"])
+        self._manager.load_state_dict(given["manager"])
         if self._new:
             self._detached = None
             self.inner.replicator.forget()
@@ -259,7 +255,8 @@ class Optimizer(torch.optim.Optimizer):
             self.inner.replicator.mark_applied(self._detached)  # the received weights include it
             self._detached = None
 
-    def _told(self) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
+        """Returns what a worker that is behind takes besides weights."""
         scheduled = [{name: float(group[name]) for name in SCHEDULED if name in group} for group in self.param_groups]
         return {"manager": self._manager.state_dict(), "scheduled": scheduled, "counted": list(self._counted.items())}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -33,30 +33,26 @@ class DeMoCallback(TrainerCallback):
     def __init__(self) -> None:
         self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Stops dense synchronisation."""
         _checked(parts["optimizer"])
         model = parts["model"]
         for wrapper in [model, *_wrappers(model)]:
             unsync(wrapper)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Gives the model this rank's local weights back."""
         self._shared.close()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Gives the model the global weights, if the Trainer is to save or evaluate."""
         self._share(parts["optimizer"], control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """As at the end of a step."""
         self._share(parts["optimizer"], control)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Runs the last round, unless the best checkpoint was loaded."""
         optimizer, weights = _checked(parts["optimizer"]), list(parts["model"].parameters())
         loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
@@ -77,7 +73,7 @@ class DeMoCallback(TrainerCallback):
                 optimizer.flush()
             self._shared.enter_context(optimizer.shared())
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""
         if args.save_only_model:
             return

@@ -5,7 +5,7 @@
     checkpoint  saves and finds checkpoints       report   metrics, progress, tracker, table
     method      optimizers, and their costs       data     text to tokens to batches
     model       decoder, losses                   team     ranks, devices, addresses, small collectives
-    folder      the files in --out                config   all settings
+    out         the files in --out                config   all settings
 
 Each module imports only ones below it. runs/ is for `--run`: workers that come and go, through a folder. Importing
 this package does not import the libraries that training needs.

@@ -1,6 +1,6 @@
 """Checkpoints of a run: a folder per step, of torch.distributed.checkpoint (DCP), with a record of the run.
 
-DCP writes `.metadata` last, so a folder that has it is whole. The last two are kept.
+The last two are kept. Connected ranks have these; a run in a folder has checkpoints of its own (`runs/weights.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import first_line
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.train.config import Given, InputError, TrainConfig, check_same_run, config_of
-from demopt.train.folder import sync
+from demopt.train.config import WHOLE, Given, InputError, TrainConfig, check_same_run, config_of
+from demopt.train.out import sync
 from demopt.train.team import Team
 
 KEEP = 2
 RECORD = "run.json"
-METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def place(folder: Path, step: int) -> Path:
 
 def whole(folder: Path) -> list[Path]:
     """Returns the whole checkpoints in a folder of checkpoints, oldest first."""
-    return sorted(found.parent for found in folder.glob(f"step-*/{METADATA}"))
+    return sorted(found.parent for found in folder.glob(WHOLE))
 
 
 def newest(folder: Path) -> Path | None:
@@ -66,7 +65,7 @@ def read(path: Path) -> Saved:
         raise _unreadable(path, error) from None
 
 
-def find(folder: Path, config: TrainConfig, fingerprint: str) -> Path:
+def find(folder: Path, config: TrainConfig, fingerprint: str) -> tuple[Path, Saved]:
     """Returns the checkpoint to resume from; InputError if there is none or it belongs to another run."""
     found = newest(folder)
     if found is None:
@@ -74,7 +73,7 @@ def find(folder: Path, config: TrainConfig, fingerprint: str) -> Path:
     saved = read(found)
     again = "go on with the same settings or start anew in another --out"
     check_same_run(config, fingerprint, saved.settings, saved.fingerprint, f"the run in {folder.parent}", again)
-    return found
+    return found, saved
 
 
 def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
@@ -94,7 +93,7 @@ def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Op
         raise (cause if isinstance(cause, OSError) else OSError(first_line(cause))) from None
     if team.first:
         for old in whole(folder)[:-KEEP]:
-            (old / METADATA).unlink()  # first: an interrupted deletion must not leave a folder that looks whole
+            (old / Path(WHOLE).name).unlink()  # first: an interrupted deletion must not leave a folder that looks whole
             shutil.rmtree(old)
     team.barrier()
 
@@ -112,7 +111,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
         except CheckpointException as error:
             raise _unreadable(path, _cause(error)) from None
-    if not isinstance(optimizer, DeMo | LocalDeMo):
+    if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 

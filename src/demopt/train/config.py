@@ -22,6 +22,10 @@ from demopt.validation import check_choice, suggestion
 
 Given = dict[str, Any]
 
+# In --out: the record of all settings, the state of a worker that has left a run in a folder, and checkpoints, of which
+# those are whole that have the file that torch.distributed.checkpoint writes last.
+RECORD, STATE, CHECKPOINTS, WHOLE = "config.json", "state.pt", "checkpoints", "step-*/.metadata"
+
 
 class InputError(ValueError):
     """A user's mistake, reported in one line: the value, the expected value, the fix."""
@@ -260,13 +264,11 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):
-        # A checkpoint, as `checkpoint.whole` finds it without its imports, or the state of a worker that left a run.
-        found = [*(out / "checkpoints").glob("step-*/.metadata"), *out.glob("state.pt")]
-        settings["resume" if found else "overwrite"] = True
+        settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / STATE).exists() else "overwrite"] = True
     if settings.get("resume"):
-        if not (out / "config.json").exists():
+        if not (out / RECORD).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
-        settings = {**read_file(out / "config.json"), **settings}
+        settings = {**read_file(out / RECORD), **settings}
     config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
         if config.model and name in {"preset", "vocab_size", *SHAPE}:

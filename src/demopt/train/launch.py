@@ -20,8 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import TrainConfig, resolve
-from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
+from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
 from demopt.train.worker import ENDED, STOP
 
@@ -45,8 +45,8 @@ def train(config: TrainConfig) -> int:
     config = resolve(config)
     check_settings(config)
     pick_device(config.device, 0, config.workers)
-    folder = RunFolder(Path(config.out))
-    folder.refuse_if_taken(config)
+    out = OutFolder(Path(config.out))
+    out.refuse_if_taken(config)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` reports the error
@@ -69,13 +69,13 @@ def train(config: TrainConfig) -> int:
             try:
                 elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings))
             except ChildFailedError as error:
-                raise explain(error.failures, folder) from None
+                raise explain(error.failures, out) from None
         if Path(scratch, ENDED).exists():
             return 0
     return 128 + (received[0] if received else signal.SIGINT)
 
 
-def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
+def explain(failures: dict[int, ProcessFailure], out: OutFolder) -> RunError:
     """Builds the error that names the rank that failed first, and the cause; later failures only follow from it."""
 
     def suspicion(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
@@ -88,8 +88,8 @@ def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
     kind, text, trace = _details(first)
     if kind in MISTAKES:
         return RunError(text, 2)
-    saved = checkpoint.newest(folder.checkpoints) is not None
-    again = f" Go on with: demopt train --resume --out {shlex.quote(str(folder.root))}" if saved else ""
+    saved = checkpoint.newest(out.checkpoints) is not None
+    again = f" Go on with: demopt train --resume --out {shlex.quote(str(out.root))}" if saved else ""
     if kind in PLAIN:
         return RunError(f"rank {rank}: {text}.{again}", 1)
     who = f"(pid {first.pid}); the run is over.{again}"

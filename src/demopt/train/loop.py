@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from demopt.errors import DemoptError
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, sequences, validation_windows
-from demopt.train.folder import Row, RunFolder
 from demopt.train.method import Method
 from demopt.train.model import backward, loss_sum, precision, targets
+from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report
 from demopt.train.team import Team
 from demopt.unequal import fit_batches
@@ -32,11 +32,11 @@ Windows = list[NDArray[np.int64]]  # of a step, by forward pass: [sequences, len
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """Everything a worker needs to train."""
 
     config: TrainConfig
-    folder: RunFolder
+    out: OutFolder
     team: Team
     corpus: Corpus
     model: nn.Module
@@ -62,23 +62,23 @@ class Steps(Protocol):
     def draw(self) -> Windows:
         """Returns the windows of this worker's next step; none if the run is over."""
 
-    def take(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
-        """Takes the optimizer's step, and adds to the rows since the workers last met; whether they can be told.
+    def take(self, rows: list[Row], seconds: float, pause: bool) -> bool:
+        """Takes the optimizer's step, and completes the rows that are not reported yet; whether they can be, now.
 
-        `seconds`: the gradient's. `looked_at`: the model may be evaluated or saved next.
+        `seconds`: the gradient's. `pause`: the model is evaluated or saved next, so no round may stay in flight.
         """
 
-    def told(self, row: Row) -> None:
-        """Follows the last row that was told: saves, for example."""
+    def after_report(self, row: Row) -> None:
+        """Follows the report of `row`, the last one: saves, for example."""
 
 
-class Share:
+class BatchSizes:
     """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed.
 
     Examples:
-        >>> share = Share(TrainConfig(batch=4, global_batch=16))
-        >>> share.fit({"laptop": 5.0, "desktop": 20.0})
-        >>> share.of("desktop"), share.of("laptop")
+        >>> sizes = BatchSizes(TrainConfig(batch=4, global_batch=16))
+        >>> sizes.fit({"laptop": 5.0, "desktop": 20.0})
+        >>> sizes.of("desktop"), sizes.of("laptop")
         (13, 3)
     """
 
@@ -146,45 +146,45 @@ def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: Trai
     return summed / max(1.0, count)
 
 
-def train_steps(run: Run, steps: Steps) -> None:
-    """Takes the steps, and tells of them, until the run is over or the worker is to stop."""
-    config, team, bad = run.config, run.team, 0
-    windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
-    rows: list[Row] = []  # since the workers last met
+def train_steps(training: Training, steps: Steps) -> None:
+    """Takes the steps, and reports them, until the run is over or the worker is to stop."""
+    config, team, method, bad = training.config, training.team, training.method, 0
+    windows = validation_windows(training.corpus.val, config, team.rank, team.world_size)
+    rows: list[Row] = []  # not reported yet: their losses are this worker's until the workers exchange them
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal bad
         row = rows[-1]
         if row["step"] % config.eval_every == 0 or steps.ended:
-            with run.method.shared():
-                row["val_loss"] = validation_loss(run.model, windows, config, team)
+            with method.shared():
+                row["val_loss"] = validation_loss(training.model, windows, config, team)
         for each in rows:
-            with run.folder.writing():
-                run.report.step(each)
+            with training.out.writing():
+                training.report.step(each)
             bad = 0 if math.isfinite(each["loss"]) else bad + 1
             if bad == PATIENCE:
                 first = each["step"] - bad + 1
                 raise DemoptError(f"the loss has been {each['loss']} since step {first}; try a lower --lr")
         rows.clear()
-        steps.told(row)
+        steps.after_report(row)
 
     began = time.perf_counter()
     while drawn := steps.draw():
         step, lr = steps.number, learning_rate(config, steps.number, steps.part)
         computing = time.perf_counter()
-        loss = _gradient(run.method, config, team, lr, drawn)
+        loss = _gradient(method, config, team, lr, drawn)
         computing = time.perf_counter() - computing
         rows.append({"step": step, "loss": loss, "lr": lr})
-        due = step % config.eval_every == 0 or step % config.save_every == 0
-        met = steps.take(rows, computing, due or steps.ended)
+        pause = step % config.eval_every == 0 or step % config.save_every == 0 or steps.ended
+        complete = steps.take(rows, computing, pause)
         if steps.part is not None and config.epochs:
             rows[-1]["epoch"] = steps.part * config.epochs
         rows[-1] |= {"tokens": steps.tokens, "step_seconds": time.perf_counter() - began}
-        if met:
-            tell()
+        if complete:
+            report()
         began = time.perf_counter()
     if rows:
-        tell()
+        report()
 
 
 def _gradient(

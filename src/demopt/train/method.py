@@ -24,8 +24,8 @@ from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
 from demopt.train.data import BYTE_VOCABULARY
-from demopt.train.folder import Row
 from demopt.train.model import autocasts, build, count_parameters
+from demopt.train.out import Row
 from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
@@ -34,32 +34,32 @@ TRAINERS = ("momentum", "global_batch")  # settings of an optimizer that are no 
 
 @dataclass(frozen=True)
 class Method:
-    """A model ready for the forward pass, and its optimizer, whose groups have the rate 1.0 times their share."""
+    """A model ready for the forward pass, and its optimizer, whose groups have the rate 1.0 times their factor."""
 
     forward: nn.Module
     optimizer: torch.optim.Optimizer
-    shares: tuple[float, ...]  # of the learning rate, by parameter group
+    factors: tuple[float, ...]  # on the learning rate, by parameter group
     parameters: int
     world_size: int
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next step."""
-        for group, share in zip(self.optimizer.param_groups, self.shares, strict=True):
-            group["lr"], group["initial_lr"] = lr * share, share  # as torch's schedulers mark a group that they hold
+        for group, factor in zip(self.optimizer.param_groups, self.factors, strict=True):
+            group["lr"], group["initial_lr"] = lr * factor, factor  # as torch's schedulers mark a group that they hold
 
     def shared(self) -> AbstractContextManager[None]:
         """The context to evaluate and save in: the model's weights are the same on all ranks."""
         return self.optimizer.shared() if isinstance(self.optimizer, LocalDeMo) else nullcontext()
 
     @property
-    def met(self) -> bool:
+    def exchanged(self) -> bool:
         """Whether the ranks exchanged anything in the last step; local steps between two rounds do not."""
         return not (isinstance(self.optimizer, LocalDeMo) and self.optimizer.local_steps)
 
-    def step(self, looked_at: bool, last: bool = False) -> Row:
+    def step(self, pause: bool, last: bool = False) -> Row:
         """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
 
-        `looked_at`: the model is evaluated or saved next, so no round may stay in flight. `last`: the run ends here, so
+        `pause`: the model is evaluated or saved next, so no round may stay in flight. `last`: the run ends here, so
         local steps since the last round go into one more.
         """
         optimizer, began = self.optimizer, time.perf_counter()
@@ -72,7 +72,7 @@ class Method:
             return row | {"exchange_seconds": None}  # DDP exchanges during backward
         parts = [optimizer.stats]
         if isinstance(optimizer, LocalDeMo):
-            if looked_at and optimizer.replicator.in_flight:
+            if pause and optimizer.replicator.in_flight:
                 optimizer.flush()
                 parts.append(optimizer.stats)
             if last and optimizer.local_steps:
@@ -97,11 +97,11 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group
         devices = [team.device.index] if team.device.type == "cuda" else None
         with team.waiting():
             forward = DistributedDataParallel(forward, device_ids=devices)
-    shares = tuple(group["lr"] for group in optimizer.param_groups)
+    factors = tuple(group["lr"] for group in optimizer.param_groups)
     if isinstance(optimizer, LocalDeMo):
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # as torch's schedulers write: the loop has a schedule
-    return Method(forward, optimizer, shares, count_parameters(model), team.world_size)
+    return Method(forward, optimizer, factors, count_parameters(model), team.world_size)
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = None) -> torch.optim.Optimizer:

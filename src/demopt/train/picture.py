@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from rich.filesize import decimal
 
-from demopt.train.folder import Row
+from demopt.train.out import Row
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LINES, COLUMNS = 5, 60

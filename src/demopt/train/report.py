@@ -20,9 +20,9 @@ from demopt.errors import first_line
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, save_tokenizer
-from demopt.train.folder import Row, RunFolder
 from demopt.train.method import FLOAT32_BYTES, activations_of, memory_of
 from demopt.train.model import autocasts, count_parameters, save
+from demopt.train.out import OutFolder, Row
 from demopt.train.picture import COLUMNS, letters, svg
 from demopt.train.screen import Screen
 
@@ -32,17 +32,17 @@ LAST_STEPS = 20  # the final training loss is over the last twentieth of the ste
 class Report(ExitStack):
     """Reports every step, on rank 0; on other ranks it does nothing. A context: leaving it closes all."""
 
-    def __init__(self, folder: RunFolder, config: TrainConfig, done: int, first: bool) -> None:
+    def __init__(self, out: OutFolder, config: TrainConfig, done: int, first: bool) -> None:
         super().__init__()
         self._first, self._config = first, config
         if not first:
             return
         try:
-            self._track = open_tracker(folder, config, done, self)
+            self._track = open_tracker(out, config, done, self)
         except Exception as error:  # no login, no server: errors differ by library
             raise InputError(f"--tracker {config.tracker}: {type(error).__name__}: {first_line(error)}") from None
-        folder.rewind_metrics(done)
-        self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
+        out.rewind_metrics(done)
+        self._file: TextIO = out.metrics.open("a", encoding="utf-8")
         self.callback(self._close)
         self._screen = self.enter_context(Screen(config, done))
 
@@ -82,12 +82,12 @@ class Report(ExitStack):
             self._file.close()
 
 
-def open_tracker(folder: RunFolder, config: TrainConfig, done: int, held: ExitStack) -> Callable[..., None] | None:
+def open_tracker(out: OutFolder, config: TrainConfig, done: int, held: ExitStack) -> Callable[..., None] | None:
     """Returns the function that gives --tracker a step's metrics and its number; `held` closes the tracker."""
     if config.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = held.enter_context(SummaryWriter(str(folder.root / "tensorboard"), purge_step=done + 1))
+        writer = held.enter_context(SummaryWriter(str(out.root / "tensorboard"), purge_step=done + 1))
 
         def track(metrics: Row, step: int) -> None:
             for name, value in metrics.items():
@@ -98,7 +98,7 @@ def open_tracker(folder: RunFolder, config: TrainConfig, done: int, held: ExitSt
         import wandb
 
         os.environ.setdefault("WANDB_MODE", "offline")  # for `wandb sync`, later
-        os.environ.setdefault("WANDB_DIR", str(folder.root))
+        os.environ.setdefault("WANDB_DIR", str(out.root))
         run = held.enter_context(wandb.init(config=config.record(), settings=wandb.Settings(silent=True)))
         return lambda metrics, step: run.log(metrics, step=step)
     return None
@@ -107,20 +107,20 @@ def open_tracker(folder: RunFolder, config: TrainConfig, done: int, held: ExitSt
 # The end of a run
 
 
-def finish(config: TrainConfig, folder: RunFolder, model: Any, corpus: Corpus) -> None:
+def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus) -> None:
     """Saves the model and its tokenizer for transformers, and prints the table."""
-    for place in (folder.model, folder.merged) if config.merge else (folder.model,):
-        save(config, model, place, merge=place == folder.merged)
+    for place in (out.model, out.merged) if config.merge else (out.model,):
+        save(config, model, place, merge=place == out.merged)
         save_tokenizer(config, place, corpus.bytes_per_token is not None)
-    rows = folder.read_metrics()
+    rows = out.read_metrics()
     if rows:  # a worker that has joined a run after its last step has none
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
-        folder.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
+        out.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
         console = Console(highlight=False)
         if console.encoding.startswith("utf"):
             console.print(letters(rows, min(COLUMNS, console.width - 10)), markup=False)
-        print(f"the curves are in {folder.picture}")
-    print(f"the model is in {folder.model}", flush=True)
+        print(f"the curves are in {out.picture}")
+    print(f"the model is in {out.model}", flush=True)
 
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from demopt.errors import printable
 from demopt.train.config import TrainConfig
-from demopt.train.folder import Row
+from demopt.train.out import Row
 
 QUIET_SECONDS = 10.0  # at most, between lines
 BAR_SECONDS = 0.2  # at least, between two states of the bar

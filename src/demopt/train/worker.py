@@ -23,20 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.train import checkpoint
-from demopt.train.config import (
-    InputError,
-    SharedInputError,
-    TrainConfig,
-    check_same_run,
-    config_of,
-    read_file,
-    resolve,
-)
+from demopt.train.config import SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
 from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
-from demopt.train.folder import Row, RunFolder
-from demopt.train.loop import Run, Share, Windows, length, passes, train_steps
+from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, make_method, refuse_if_too_large
 from demopt.train.model import begin
+from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report, finish
 from demopt.train.team import Team, join, stop_on_signals
 
@@ -51,30 +43,30 @@ class Connected:
     in the epoch is the tokens so far, whatever the number of workers has been.
     """
 
-    def __init__(self, run: Run, resumed: checkpoint.Saved | None) -> None:
-        self.run, self.share = run, Share(run.config)
+    def __init__(self, training: Training, resumed: checkpoint.Saved | None) -> None:
+        self.training, self.config, self.sizes = training, training.config, BatchSizes(training.config)
         self.number, self.tokens = (resumed.step, resumed.tokens) if resumed else (0, 0)
-        self._total = sequences(run.corpus.train, run.config) * (run.config.epochs or 0)
-        self._sequences, self._stopped, self._told = 0, False, False
-        self.share.fit({str(rank): 0.0 for rank in range(run.team.world_size)})
+        self._total = sequences(training.corpus.train, self.config) * (self.config.epochs or 0)
+        self._sequences, self._stopped, self._said_route = 0, False, False
+        self.sizes.fit({str(rank): 0.0 for rank in range(training.team.world_size)})
 
     @property
     def ended(self) -> bool:
         """Whether the step that was drawn last is the run's last."""
-        return self.part == 1 if self._total else self.number == self.run.config.steps
+        return self.part == 1 if self._total else self.number == self.config.steps
 
     @property
     def part(self) -> float | None:
         """With --epochs, the part of the sequences that is read."""
-        return self.tokens // (self.run.config.sequence or 1) / self._total if self._total else None
+        return self.tokens // (self.config.sequence or 1) / self._total if self._total else None
 
     def draw(self) -> Windows:
         """Returns the windows of this rank's next step; none if the run is over."""
         if self._stopped or self.ended:
             return []
-        run, config, rank = self.run, self.run.config, self.run.team.rank
-        ends = [0, *accumulate(self.share.of(str(each)) for each in range(run.team.world_size))]
-        tokens, train = config.sequence or 0, run.corpus.train
+        config, team, train = self.config, self.training.team, self.training.corpus.train
+        ends = [0, *accumulate(self.sizes.of(str(each)) for each in range(team.world_size))]
+        rank, tokens = team.rank, config.sequence or 0
         self.number += 1
         if self._total:
             read = self.tokens // tokens
@@ -85,49 +77,47 @@ class Connected:
         self._sequences, self.tokens = ends[rank + 1] - ends[rank], self.tokens + ends[-1] * tokens
         return [batch(train, config, self.number, rank, *each) for each in enumerate(passes(config, self._sequences))]
 
-    def take(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+    def take(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
-        run, optimizer, looked_at = self.run, self.run.method.optimizer, looked_at or self.ended
-        self.share.measured(self._sequences, seconds)
-        if isinstance(optimizer, LocalDeMo) and (run.config.global_batch or self._total) and not run.config.top_k:
-            before = self.share.of(str(run.team.rank)) * optimizer.local_steps
+        config, method, optimizer = self.config, self.training.method, self.training.method.optimizer
+        self.sizes.measured(self._sequences, seconds)
+        if isinstance(optimizer, LocalDeMo) and (config.global_batch or self._total) and not config.top_k:
+            before = self.sizes.of(str(self.training.team.rank)) * optimizer.local_steps
             optimizer.samples = max(1, before + self._sequences)
-        rows[-1] |= {"batch": self._sequences, **run.method.step(looked_at=looked_at, last=self.ended)}
-        if not (run.method.met or looked_at):
+        rows[-1] |= {"batch": self._sequences, **method.step(pause, last=self.ended)}
+        if not (method.exchanged or pause):
             return False
-        self._meet(rows)
-        if not self._told and isinstance(optimizer, DeMo | LocalDeMo) and optimizer.stats.route:  # after a round
-            self._told = True
-            run.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # without the reasons against others
+        self._reduce(rows)
+        if not self._said_route and isinstance(optimizer, DeMo | LocalDeMo) and optimizer.stats.route:  # after a round
+            self._said_route = True
+            self.training.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # not why no other one
         return True
 
-    def told(self, row: Row) -> None:
+    def after_report(self, row: Row) -> None:
         """Saves, if it is time or the run is over."""
-        run = self.run
-        if not (self._stopped or self.ended or row["step"] % run.config.save_every == 0):
+        training, optimizer = self.training, self.training.method.optimizer
+        if not (self._stopped or self.ended or row["step"] % self.config.save_every == 0):
             return
-        saved = checkpoint.Saved(self.number, run.corpus.fingerprint, run.config.record(), self.tokens)
-        folder = run.folder.checkpoints
-        if checkpoint.newest(folder) != checkpoint.place(folder, self.number):
-            if isinstance(run.method.optimizer, LocalDeMo):
-                run.method.optimizer.flush()  # after a stop that was asked for: no round stays in flight
-            with run.folder.writing(), run.method.shared(), run.team.waiting():
-                run.report.sync()
-                checkpoint.save(folder, saved, run.model, run.method.optimizer, run.team)
+        if isinstance(optimizer, LocalDeMo):
+            optimizer.flush()  # after a stop that was asked for: no round stays in flight
+        saved = checkpoint.Saved(self.number, training.corpus.fingerprint, self.config.record(), self.tokens)
+        with training.out.writing(), training.method.shared(), training.team.waiting():
+            training.report.sync()
+            checkpoint.save(training.out.checkpoints, saved, training.model, optimizer, training.team)
 
-    def _meet(self, rows: list[Row]) -> None:
+    def _reduce(self, rows: list[Row]) -> None:
         """Replaces each row's loss by the mean over the ranks, shares out the batch, and hears who wants to stop.
 
         One all-reduce. A rank's loss counts by its sequences.
         """
-        run, team = self.run, self.run.team
+        team = self.training.team
         weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
-        speeds = [self.share.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
-        sums = team.total([*weighed, *batches, *speeds, float(run.stop_requested())])
+        speeds = [self.sizes.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
+        sums = team.total([*weighed, *batches, *speeds, float(self.training.stop_requested())])
         for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
             row["loss"] = total / size
-        if run.method.met:  # not within a round
-            self.share.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
+        if self.training.method.exchanged:  # not within a round
+            self.sizes.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
         self._stopped = sums[-1] > 0
 
 
@@ -135,32 +125,32 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
     """Trains as one worker; returns whether the run has ended. `stopping`: whether to save and stop after this step."""
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
-    folder = RunFolder(Path(config.out))
+    out = OutFolder(Path(config.out))
     corpus, (config, model) = team.agree(lambda: _prepare(config, team))
     first, text = team.gather((config.record(), corpus.fingerprint))[0]
     same = "start all workers with the same settings"
     team.agree(lambda: check_same_run(config, corpus.fingerprint, first, text, "rank 0", same))
     found = None
     if config.resume:
-        found = team.agree(lambda: checkpoint.find(folder.checkpoints, config, corpus.fingerprint))
+        found = team.agree(lambda: checkpoint.find(out.checkpoints, config, corpus.fingerprint))
     with ExitStack() as held:
-        team.agree(lambda: _claim(config, folder, held) if team.first else None)
-        team.agree(lambda: _see(folder))
+        team.agree(lambda: held.enter_context(out.claimed(config)) if team.first else None)
+        team.agree(out.require_shared)
         method = make_method(config, model.to(team.device), team)
-        resumed = checkpoint.read(found) if found else None
-        if found:
+        path, resumed = found or (None, None)
+        if path:
             with team.waiting():
-                checkpoint.load(found, model, method.optimizer)
-        with folder.writing():
-            report = Report(folder, config, resumed.step if resumed else 0, team.first)
-        run = Run(config, folder, team, corpus, model, method, report, lambda: stopping() or folder.stop.exists())
-        _introduce(run, resumed)
-        steps = Connected(run, resumed)
+                checkpoint.load(path, model, method.optimizer)
+        with out.writing():
+            report = Report(out, config, resumed.step if resumed else 0, team.first)
+        training = Training(config, out, team, corpus, model, method, report, lambda: stopping() or out.stop.exists())
+        _introduce(training, resumed)
+        steps = Connected(training, resumed)
         with report:
-            train_steps(run, steps)
+            train_steps(training, steps)
         if team.first and steps.ended:
-            with folder.writing(), method.shared():
-                finish(config, folder, model, corpus)
+            with out.writing(), method.shared():
+                finish(config, out, model, corpus)
         elif team.first:
             again = f"demopt train --resume --out {shlex.quote(config.out)}"
             print(f"stopped after {config.of_steps(steps.number)}, saved; go on with: {again}", file=sys.stderr)
@@ -175,25 +165,16 @@ def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig
     return corpus, begin(with_vocabulary(config, corpus))
 
 
-def _claim(config: TrainConfig, folder: RunFolder, held: ExitStack) -> None:
-    held.enter_context(folder.held())
-    folder.claim(config)
-
-
-def _see(folder: RunFolder) -> None:
-    if not folder.config.exists():
-        raise InputError(f"--out {folder.root} is not the folder that rank 0 writes to; it must be a shared one")
-
-
-def _introduce(run: Run, resumed: checkpoint.Saved | None) -> None:
+def _introduce(training: Training, resumed: checkpoint.Saved | None) -> None:
     """Says what trains on which data, and how this start differs from the one before."""
-    config, size, report = run.config, run.team.world_size, run.report
-    report.say(run.corpus.about)
+    config, corpus, team, method = training.config, training.corpus, training.team, training.method
+    size, report = team.world_size, training.report
+    report.say(corpus.about)
     report.say(
-        f"{config.model or config.preset}: {run.method.parameters:,} parameters train; {size} x "
-        f"{run.team.device.type}; " + (f"going on after step {resumed.step}" if resumed else length(config, run.corpus))
+        f"{config.model or config.preset}: {method.parameters:,} parameters train; {size} x {team.device.type}; "
+        + (f"going on after step {resumed.step}" if resumed else length(config, corpus))
     )
-    report.say_memory(run.model, run.method.optimizer, run.team.device)
+    report.say_memory(training.model, method.optimizer, team.device)
     if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
     if resumed and (before := resumed.settings["workers"]) != size:

@@ -43,17 +43,17 @@ from demopt.train.data import (
     sequences,
     with_vocabulary,
 )
-from demopt.train.folder import Row, RunFolder
-from demopt.train.loop import Run, Share, Windows, length, passes, train_steps
+from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
+from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
 from demopt.train.runs.status import numbers_of
 from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
 #: The settings that a machine takes from a run: those that must be equal, and where its text, model and tokenizer are.
-SHARED = {"data", "model", "tokenizer", *(name for name, about in SETTINGS.items() if not about["free"])}
+FROM_RUN = {"data", "model", "tokenizer", *(name for name, about in SETTINGS.items() if not about["free"])}
 TEXT = "text"  # in the run's settings: the fingerprint of the text
 LONG = 2.0  # seconds of waiting for others that are worth a word
 
@@ -62,15 +62,15 @@ def train_in_folder(config: TrainConfig) -> int:
     """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code."""
     config = resolve(config)
     device = _check(config)
-    folder = RunFolder(Path(config.out))
-    if not config.overwrite and _is_of(folder, config.run):  # the same command again, after an error
+    out = OutFolder(Path(config.out))
+    if not config.overwrite and _is_of(out, config.run):  # the same command again, after an error
         config = dataclasses.replace(config, resume=True)
-    folder.refuse_if_taken(config)
+    out.refuse_if_taken(config)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     with _in_memory():
         config, model = begin(with_vocabulary(config, corpus))
-    shared = {name: value for name, value in config.record().items() if name in SHARED} | {TEXT: corpus.fingerprint}
+    shared = {name: value for name, value in config.record().items() if name in FROM_RUN} | {TEXT: corpus.fingerprint}
     shared["tokenizer"] = None if config.tokenizer == config.model else config.tokenizer
     try:
         run = FolderExchange(
@@ -83,21 +83,19 @@ def train_in_folder(config: TrainConfig) -> int:
     if found is not None:
         if TEXT not in found.settings:
             raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
-        before = {name: value for name, value in found.settings.items() if name in SHARED}
+        before = {name: value for name, value in found.settings.items() if name in FROM_RUN}
         again = f"demopt join {config.run} takes all settings from it"
         check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), f"the run in {config.run}", again)
-    fresh = config.overwrite or not folder.config.exists()
-    with folder.held():
-        folder.claim(config)
-        with stop_on_signals(after="one more round") as received:
-            run.heard = lambda: bool(received) or folder.stop.exists()
-            try:
-                worker = Worker(config, folder, corpus, model, run, device)
-                worker.train()
-            finally:
-                run.close()
-                if fresh and not run.joined:
-                    folder.config.unlink(missing_ok=True)  # nothing happened here: the same command may come again
+    fresh = config.overwrite or not out.config.exists()
+    with out.claimed(config), stop_on_signals(after="one more round") as received:
+        run.heard = lambda: bool(received) or out.stop.exists()
+        try:
+            worker = Worker(config, out, corpus, model, run, device)
+            worker.train()
+        finally:
+            run.close()
+            if fresh and not run.joined:
+                out.config.unlink(missing_ok=True)  # nothing happened here: the same command may come again
     if received or not worker.ended:
         cause = "demopt stop ended the run" if run.stopping else "this machine left"
         more = ["--key-file", config.key_file] if config.key_file else []
@@ -132,13 +130,13 @@ class Worker:
     def __init__(
         self,
         config: TrainConfig,
-        folder: RunFolder,
+        out: OutFolder,
         corpus: Corpus,
         model: nn.Module,
         run: FolderExchange,
         device: torch.device,
     ) -> None:
-        self.config, self.folder, self.corpus, self.run, self.stopping = config, folder, corpus, run, run.heard
+        self.config, self.out, self.corpus, self.run, self.stopping = config, out, corpus, run, run.heard
         torch.set_num_threads(config.threads or cores())
         self.team = Team(0, 1, device, SingleRank())
         self.model = model.to(self.team.device)
@@ -155,7 +153,7 @@ class Worker:
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
-        self.share, self._speeds = Share(config), dict[str, float]()
+        self.sizes, self._speeds = BatchSizes(config), dict[str, float]()
         self._last: Decided | None = None
         self.report: Report
 
@@ -187,11 +185,11 @@ class Worker:
         self.run.say = lambda text: print(printable(text), flush=True)
         self._want()
         self.optimizer.join()
-        self.folder.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
+        self.out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.number = self.done
         with ExitStack() as held:
-            with self.folder.writing():
-                self.report = report = held.enter_context(Report(self.folder, self.config, begun, True))
+            with self.out.writing():
+                self.report = report = held.enter_context(Report(self.out, self.config, begun, True))
             report.say(self.corpus.about)
             report.say(
                 f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
@@ -203,9 +201,9 @@ class Worker:
                 report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
             self._hear()  # of a round that an error had left open
             self._heard = {}
-            run = Run(self.config, self.folder, self.team, self.corpus, self.model, self.method, report, self.stopping)
+            parts = self.config, self.out, self.team, self.corpus, self.model, self.method, report, self.stopping
             try:
-                train_steps(run, self)
+                train_steps(Training(*parts), self)
             except DemoptError:
                 self.run.close()
                 with suppress(DemoptError):  # the first error is the one to tell
@@ -215,8 +213,8 @@ class Worker:
             self._save()
         self.run.wait_for_uploads()
         if self.ended:
-            with self.folder.writing(), self.method.shared():
-                finish(self.config, self.folder, self.model, self.corpus)
+            with self.out.writing(), self.method.shared():
+                finish(self.config, self.out, self.model, self.corpus)
         print(f"weights after {self._rounds} rounds: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
 
     # Its steps
@@ -225,7 +223,7 @@ class Worker:
         """Returns the windows of the next step; none if the run is over. Without any to read, it sends for some."""
         config, run, train = self.config, self.run, self.corpus.train
         while not (self.ended or run.stopping or run.leaving):
-            size, self.number = self.share.of(run.worker), self.done + 1
+            size, self.number = self.sizes.of(run.worker), self.done + 1
             if not run.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
@@ -245,22 +243,22 @@ class Worker:
                 self._finish_round(math.nan)
         return []
 
-    def take(self, rows: list[Row], seconds: float, looked_at: bool) -> bool:
+    def take(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes a local step, and finishes the round if it is due or nothing is left to read."""
         run, row = self.run, rows[-1]
         self._sequences += self._step_sequences
         run.leaving = self.stopping() or self.number == self.config.steps
         self.optimizer.local_step()
-        self.share.measured(self._step_sequences, seconds)
+        self.sizes.measured(self._step_sequences, seconds)
         through = bool(run.total) and not run.held
         if run.leaving or through or self.optimizer.due:
             self._finish_round(row["loss"])
         stats, heard = self.optimizer.stats, self._heard
         row |= {"batch": self._step_sequences, **cost_of([stats], sum(stats.seconds.values())), **heard}
         self._heard = {}
-        return looked_at or not through or self.ended  # what this worker read last may be before the end
+        return pause or not through or self.ended  # what this worker read last may be before the end
 
-    def told(self, row: Row) -> None:
+    def after_report(self, row: Row) -> None:
         """Keeps the validation loss for the next messages."""
         if "val_loss" in row:
             self._validated = {"val_loss": row["val_loss"]} if math.isfinite(row["val_loss"]) else {}
@@ -268,12 +266,12 @@ class Worker:
     def _want(self) -> None:
         """Says how many sequences this worker wants to hold: those of a round, with delay of two."""
         ahead = 2 if self.optimizer.replicator.options.background else 1
-        self.run.wanted = self.share.of(self.run.worker) * self.config.sync_every * ahead
+        self.run.wanted = self.sizes.of(self.run.worker) * self.config.sync_every * ahead
 
     def _finish_round(self, loss: float) -> None:
         """Finishes the round, with this worker's numbers beside its message; `loss`: of the step."""
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
-        self.run.note |= {**self._validated, "speed": self.share.speed}
+        self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self._sequences)  # a small machine counts as what it is
         self._sequences = 0
@@ -307,7 +305,7 @@ class Worker:
         pairs = zip(manifest.senders, notes, strict=True)
         self._speeds |= {sender.worker: note["speed"] for sender, note in pairs if note.get("speed")}
         if not run.leaving:
-            self.share.fit({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
+            self.sizes.fit({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
         known = [note["loss"] for note in notes if "loss" in note]
         found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
         if known and math.isfinite(loss):
@@ -320,14 +318,14 @@ class Worker:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
         state = {"run": self.run.record.identity, "drawn": self.drawn}
         state["optimizer"] = unmarked(self.optimizer.own_state_dict())
-        with self.folder.writing():
-            aside = self.folder.state.with_suffix(".partial")
+        with self.out.writing():
+            aside = self.out.state.with_suffix(".partial")
             torch.save(state, aside)
-            aside.replace(self.folder.state)
+            aside.replace(self.out.state)
 
     def _resume(self) -> bool:
         """Takes back the state that this worker left with, if there is one; InputError if it is of another run."""
-        place, record = self.folder.state, log.read_record(self.run.store)
+        place, record = self.out.state, log.read_record(self.run.store)
         if not self.config.resume or not place.exists():
             return False
         try:
@@ -352,8 +350,8 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
         [*config.data, config.model, config.tokenizer or ""] if config.data else ["the text of the standard library"]
     )
     print(f"reading {printable(', '.join(filter(None, sources)))} ...", flush=True)
-    folder = RunFolder(Path(config.out))
-    if folder.config.exists() and not _is_of(folder, address):
+    out = OutFolder(Path(config.out))
+    if out.config.exists() and not _is_of(out, address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
     return dataclasses.replace(config, keep_log=record.keep_log)
 
@@ -362,16 +360,16 @@ def settings_in(address: str, key_file: str | None, given: Given) -> tuple[Train
     """Returns the settings of a run, replaced by those of `given` that are not None, and its record."""
     own = {name: value for name, value in given.items() if value is not None}
     _, record = open_run(address, key_file)
-    known = {name: value for name, value in record.settings.items() if name in SHARED}  # a run tells nothing else
+    known = {name: value for name, value in record.settings.items() if name in FROM_RUN}  # a run tells nothing else
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     if config.model and "model" not in own and not Path(config.model).exists():
         raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
     return config, record
 
 
-def _is_of(folder: RunFolder, address: str) -> bool:
+def _is_of(out: OutFolder, address: str) -> bool:
     """Whether a worker of the run at `address` has written to the folder."""
-    return folder.config.exists() and full(str(read_file(folder.config).get("run"))) == full(address)
+    return out.config.exists() and full(str(read_file(out.config).get("run"))) == full(address)
 
 
 @contextmanager
@@ -395,7 +393,7 @@ def export_model(address: str, out: str, key_file: str | None, given: Given) -> 
     assert isinstance(optimizer, LocalDeMo)
     rounds = optimizer.observe()
     text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
-    with RunFolder(Path(out)).writing(), optimizer.shared():
+    with OutFolder(Path(out)).writing(), optimizer.shared():
         save(config, model, Path(out), config.merge)
         save_tokenizer(config, Path(out), text)
     return rounds

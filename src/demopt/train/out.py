@@ -14,24 +14,24 @@ from typing import Any
 from safetensors import SafetensorError
 
 from demopt.errors import DemoptError, first_line
-from demopt.train.config import InputError, TrainConfig
+from demopt.train.config import CHECKPOINTS, RECORD, STATE, InputError, TrainConfig
 
 Row = dict[str, Any]  # the metrics of a step
 
 
-class RunFolder:
+class OutFolder:
     """The paths in an --out folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / "config.json"  # the record of all settings
+        self.config = root / RECORD
         self.metrics = root / "metrics.jsonl"  # one JSON object per step
-        self.checkpoints = root / "checkpoints"  # the last two
+        self.checkpoints = root / CHECKPOINTS  # the last two
         self.model = root / "model"  # the trained model, in transformers' format
         self.merged = root / "merged"  # with --merge: the model with its adapters in it
         self.picture = root / "loss.svg"
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
-        self.state = root / "state.pt"  # of a worker that has left a run in a folder
+        self.state = root / STATE
         self.written = [*vars(self).values(), root / "tensorboard", root / "wandb"][1:]  # without `root`
 
     @contextmanager
@@ -72,18 +72,26 @@ class RunFolder:
                 "another --out"
             )
 
-    def claim(self, config: TrainConfig) -> None:
-        """Prepares the folder for a run and records the settings. With --overwrite, deletes only files of a run."""
-        self.refuse_if_taken(config)
-        try:
-            for place in self.written if config.overwrite else (self.stop,):
-                if place.is_dir():
-                    shutil.rmtree(place, ignore_errors=True)
-                else:
-                    place.unlink(missing_ok=True)
-            write_whole(self.config, json.dumps(config.record(), indent=2) + "\n")
-        except OSError as error:
-            raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
+    @contextmanager
+    def claimed(self, config: TrainConfig) -> Iterator[None]:
+        """Holds the folder for a run, and records its settings. With --overwrite, deletes only files of a run."""
+        with self.held():
+            self.refuse_if_taken(config)
+            try:
+                for place in self.written if config.overwrite else (self.stop,):
+                    if place.is_dir():
+                        shutil.rmtree(place, ignore_errors=True)
+                    else:
+                        place.unlink(missing_ok=True)
+                write_whole(self.config, json.dumps(config.record(), indent=2) + "\n")
+            except OSError as error:
+                raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
+            yield
+
+    def require_shared(self) -> None:
+        """Raises InputError if this rank does not see the folder that rank 0 has claimed."""
+        if not self.config.exists():
+            raise InputError(f"--out {self.root} is not the folder that rank 0 writes to; it must be a shared one")
 
     def read_metrics(self) -> list[Row]:
         """Returns the rows of metrics.jsonl, without one that a killed process has left half."""
