@@ -97,10 +97,14 @@ def parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float
 
 
 def demo(
-    exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, dtype: torch.dtype = torch.float32, **settings: Any
+    exchange: Any = None,
+    shapes: Sequence[Sequence[int]] = FEW,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **more: Any,
 ) -> DeMo:
     """DeMo with small chunks over the same initial parameters on every rank."""
-    return DeMo(parameters(shapes, dtype), process_group=exchange, **{**SMALL, **settings})
+    return DeMo(parameters(shapes, dtype, seed), process_group=exchange, **{**SMALL, **more})
 
 
 def local(

@@ -68,12 +68,16 @@ def check_sizes(state: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read(
-    state: StateDict, groups: Sequence[Mapping[str, Any]], settings: Sequence[Hyperparameters], local: bool
+    state: StateDict,
+    groups: Sequence[Any],
+    settings: Sequence[Hyperparameters],
+    rank_and_size: tuple[int, int],
+    local: bool,
 ) -> dict[Tensor, SavedParameter]:
     """Returns what a state has of each parameter: all of it is checked, so that loading changes nothing or succeeds.
 
     `groups` are those of the optimizer, a LocalDeMo if `local`, and `settings` what they will have. Parameters of which
-    the state has nothing are left out; warns if they train.
+    the state has nothing are left out; warns if they train, and if the state is not this rank's own.
 
     Raises:
         ValueError: another optimizer saved it, or it is of another model, or damaged.
@@ -105,6 +109,7 @@ def read(
             f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "
             "zero: right for a parameter that was frozen when it was saved"
         )
+    _warn_unless_own(found, *rank_and_size)
     return found
 
 
@@ -120,10 +125,7 @@ def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
 
 
 def _check_weights(known: Entry, parameter: Tensor, transform: str, number: int) -> None:
-    """Raises ValueError unless a LocalDeMo's weights are shaped like the parameter, and its error is of the transform.
-
-    The error is in the domain of the transform that it was saved with.
-    """
+    """Raises ValueError unless a LocalDeMo's error is of this transform, and its weights fit the parameter."""
     saved = int(known.get("transform", TRANSFORM_NUMBERS[transform]))
     if saved != TRANSFORM_NUMBERS[transform]:
         named = {value: name for name, value in TRANSFORM_NUMBERS.items()}.get(saved, saved)
@@ -144,21 +146,15 @@ def _outline(value: Any) -> list[int] | str:
 
 
 def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: Hyperparameters, number: int) -> None:
-    """Raises ValueError unless momentum and rule's state are finite, and shaped as the replicator's `weights` need.
-
-    `place` is that of the parameter group.
-    """
+    """Raises ValueError unless momentum and rule's state are finite and fit `weights`, which are in group `place`."""
     key, chunks = group_key(weights, place, settings)
     entry, where = saved.of_replicator, f"the state of parameter {number}"
     names = ("momentum", *settings.update.state_names())
     for name in names:
         if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
             continue
-        came, expected = (
-            _outline(entry.get(name)),
-            [chunks.chunks, 1 if name in settings.update.weights else key.length],
-        )
-        if came != expected:
+        expected = [chunks.chunks, 1 if name in settings.update.weights else key.length]
+        if (came := _outline(entry.get(name))) != expected:
             raise ValueError(
                 f"{where} (shape {list(weights.shape)}) should hold a {name} of shape {expected}, but holds {came}: it "
                 "was saved by another optimizer or for another model"
@@ -178,7 +174,7 @@ def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: 
 # The rank that saved a state
 
 
-def warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world_size: int) -> None:
+def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world_size: int) -> None:
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
     found, unmarked, lacks = set(), False, ""
     for parameter, saved in saved_of.items():

@@ -110,7 +110,10 @@ STEPS = st.integers(1, 3)
 ALL_VALUES = ["float64", "float32", "2-bit", "sign"]
 
 
-def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@given(drawn=st.lists(groups(ALL_VALUES, list(RULES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
+@settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     """Ties are left out."""
     results = ranks.threads(lambda e: _train(e, drawn, torch.float64, steps), world_size)
     problems.assert_replicas([history for _, history in results])
@@ -126,13 +129,6 @@ def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: 
             for rank in range(world_size):
                 momentum = oracle.dense(results[rank][0][step][1][number], expected, group_of[number])
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@given(drawn=st.lists(groups(ALL_VALUES, list(RULES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
-@settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
-    _assert_matches_oracle(drawn, world_size, steps)
 
 
 def _largest(tensor: Tensor) -> float:

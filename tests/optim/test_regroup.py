@@ -14,11 +14,6 @@ from demopt import DeMo, DriftError, ExchangeError, LocalDeMo, MessageError, Set
 from demopt.exchange import Exchange, SingleRank, Threads
 
 
-def _optimizer(exchange: Exchange, seed: int = 0, **settings: Any) -> DeMo:
-    parameters = problems.parameters(problems.FEW, seed=seed)
-    return DeMo(parameters, process_group=exchange, **{**problems.SMALL, **settings})
-
-
 def _regroup(optimizer: DeMo, exchange: Exchange) -> None:
     """Regroups, which leaves all bits of momenta and parameters as they were."""
     momenta, mark = problems.momenta(optimizer), optimizer.fingerprint()
@@ -39,7 +34,7 @@ def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) ->
     fewer = Threads(2, 60.0).exchanges
 
     def shrink(exchange: Exchange) -> list[int] | None:
-        optimizer = _optimizer(exchange, **settings)
+        optimizer = problems.demo(exchange, **settings)
         problems.train(optimizer, range(3), exchange.rank)
         if exchange.rank == leaver:
             return None
@@ -63,7 +58,7 @@ def test_rank_that_joins_takes_the_weights_of_rank_0(trained: bool) -> None:
 
     def grow(exchange: Exchange) -> tuple[bool, list[int]]:
         alone = SingleRank() if trained else exchange
-        optimizer = _optimizer(fewer[exchange.rank] if exchange.rank < 2 else alone, seed=exchange.rank // 2)
+        optimizer = problems.demo(fewer[exchange.rank] if exchange.rank < 2 else alone, seed=exchange.rank // 2)
         if exchange.rank < 2 or trained:
             problems.train(optimizer, range(2), exchange.rank)
         mark, momenta = optimizer.fingerprint(), problems.momenta(optimizer)

@@ -1,4 +1,4 @@
-"""Update rules: against the literal oracle and torch's own optimizers, their state, and their settings."""
+"""Update rules: against the literal oracle and torch's own optimizers, their rounding, state, and settings."""
 
 import math
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import problems
 import ranks
 from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.codec import chunk_group
+from demopt.core.rounding import to_bfloat16
 from demopt.core.rules import RULE_STATE, RULES, Rule, rule_of
 from demopt.exchange import Exchange, SingleRank
 
@@ -123,6 +124,37 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -
     histories: list[problems.History] = []
     _assert_replicas(ranks.threads(apart, 2))
     assert len({tuple(history.fingerprints) for history in histories}) == 2, "of all ranks, before the resync and after"
+
+
+# Rounding to bfloat16: changes below its resolution are kept on average, with the same bits on all ranks
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"kernels": "torch"}, {"update": "sgd", "values": "float32"}, {"update": "muon"}], ids=str
+)
+def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settings: dict[str, Any]) -> None:
+    """Of 400 steps of weight decay alone, 1e-4 each: a tenth of the smallest change that rounding keeps."""
+    parameter = Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
+    optimizer = DeMo([parameter], lr=1e-3, weight_decay=0.1, process_group=SingleRank(), chunk=16, **settings)
+    for _ in range(400):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    weights = parameter.detach().float()  # to the nearest, they would stay 1
+    assert abs(float(weights.mean()) - math.exp(-0.04)) < 1e-3
+    assert float(weights.std()) < 0.02
+
+
+def test_to_bfloat16_takes_a_neighbour_and_keeps_what_bfloat16_holds() -> None:
+    values = torch.cat([problems.draw((70_000,), 3), torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan])])
+    rounded = values.clone()
+    to_bfloat16(rounded.view(1, -1), 1, [(0, 1, 2, 0)])
+    assert torch.equal(rounded[:-1], rounded[:-1].bfloat16().float())
+    assert bool(rounded[-1].isnan())
+    assert torch.equal(rounded[-6:-1], values[-6:-1])
+    assert bool(((rounded - values)[:-3].abs() < 2.0**-7 * values[:-3].abs() + 1e-30).all())
+    again = rounded.clone()
+    to_bfloat16(again.view(1, -1), 3, [(0, 1, 4, 0)])
+    assert torch.equal(again[:-1], rounded[:-1])
 
 
 # State

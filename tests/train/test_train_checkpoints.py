@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import train_runs
 from torch.distributed.checkpoint import FileSystemReader
-from train_runs import STEPS, as_killed, metrics, steps_done, timeless, weights
+from train_runs import STEPS, as_killed, metrics, resume_as, steps_done
 
 import demopt
 from demopt.codec.hyperparameters import Codec
@@ -22,16 +22,6 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.out import OutFolder
 from demopt.train.team import Team
 from forked import CONTEXT
-
-
-def resume_as(reference, out):
-    """Resume to the end: the run is then the reference, bit for bit."""
-    done = train_runs.resume(out)
-    assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
-    assert timeless(metrics(out)) == timeless(metrics(reference))
-    assert weights(out) == weights(reference)
-
 
 # Resuming
 

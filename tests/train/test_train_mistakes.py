@@ -32,6 +32,7 @@ from demopt.train.team import pick_device
         (["--device", "cuda"], "--device cuda: this torch has cpu here; take one of them"),
         (["--device", "mps", "--optimizer", "demo"], "--device mps takes --optimizer local"),
         (["--epochs", "1", "--steps", "7"], "leave out --steps or --epochs"),
+        (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),
         (["--colour", "red"], "No such option"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--resume"], "holds no run; start one without --resume"),

@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import train_runs
 from torch.distributed.checkpoint import FileSystemReader
-from train_runs import STEPS, as_killed, metrics, once, timeless
+from train_runs import STEPS, as_killed, metrics, once, resume_as
 
 import forked
 from demopt.train import data
@@ -75,12 +74,7 @@ def test_tuning_begins_with_the_models_weights_and_leaves_a_model_with_its_token
 
 @pytest.mark.parametrize("case", ["all", "lora", "ddp"])
 def test_tuning_killed_after_step_11_resumes_bit_for_bit(case, tuned, tmp_path):
-    out = as_killed(tuned(case), tmp_path / "run")
-    done = train_runs.resume(out)
-    assert done.returncode == 0, done.stderr
-    assert timeless(metrics(out)) == timeless(metrics(tuned(case)))
-    for file in (tuned(case) / "model").glob("*.safetensors"):
-        assert (out / "model" / file.name).read_bytes() == file.read_bytes()
+    resume_as(tuned(case), as_killed(tuned(case), tmp_path / "run"))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft and transformers disagree

@@ -40,7 +40,7 @@ from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
-from demopt.state import check_sizes, consolidated, read, warn_unless_own
+from demopt.state import check_sizes, consolidated, read
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
@@ -280,9 +280,9 @@ class LocalDeMo(ReplicatedOptimizer):
 
         One rank alone may enter it: it sends nothing. Before the first step, ranks whose weights are not rank 0's warn.
         """
-        if self._weights.untouched and "shared" not in self._told:
+        if self._weights.untouched and "shared" not in self._warned:
             self.mistakes.look_before_showing()
-            self._told |= {"shared"}
+            self._warned |= {"shared"}
         return self._weights.shown()
 
     @unrecorded
@@ -624,9 +624,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("load_state_dict")
         self._follow_inner()
         check_sizes(state_dict, self.param_groups)
-        saved_of = read(state_dict, self.param_groups, self.replicator.wiring().settings, local=True)
+        settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
+        saved_of = read(state_dict, self.param_groups, settings, whose, local=True)
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
-        warn_unless_own(saved_of, *self.replicator.rank_and_size)
         self._inner.load(state_dict["param_groups"], inner)
         self._weights.create(also=saved_of)
         self.replicator.groups[:] = self._replicated_groups()

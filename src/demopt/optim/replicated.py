@@ -27,7 +27,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     replicator: Replicator
     sync_every: int = 1  # steps from one round to the next
-    _told: frozenset[str] = frozenset()  # the warnings that have come
+    _warned: frozenset[str] = frozenset()  # of what
     _is_trained: bool = False  # some parameter has had a gradient
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
@@ -111,8 +111,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def warn_once(self, about: str, text: str, here: bool = False) -> None:
         """Warns on the rank that speaks for all, or `here`, unless it did so of the same thing before."""
-        if about not in self._told and (here or self.replicator.session.exchange.speaks):
-            self._told |= {about}
+        if about not in self._warned and (here or self.replicator.session.exchange.speaks):
+            self._warned |= {about}
             warn(text)
 
     def own_state_dict(self) -> dict[str, Any]:

@@ -100,16 +100,16 @@ class FolderRounds(Rounds):
 
     def saved(self) -> dict[str, Any]:
         """Returns the run, this worker's name, the manifest before the weights, and a message that may be undecided."""
-        folder, current = self.exchange, self._open or self.replicator.round
-        if folder._record is None:
+        run, current = self.exchange, self._open or self.replicator.round
+        if run._record is None:
             return self._restored
         self.replicator.let_extract()
         message = None
         if current is not None and current.data:
             assert current.message is not None
             message = tensor_of(replace(current.attached.message, body=bytes_of(current.message)).packed())
-        name, before = self._former or folder.worker, log.digest_of(folder.decided)
-        return {"run": folder.record.identity, "worker": name, "before": before, "message": message}
+        name, before = self._former or run.worker, log.digest_of(run.decided)
+        return {"run": run.record.identity, "worker": name, "before": before, "message": message}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """ValueError if it is damaged. The worker meets the run again."""
@@ -121,17 +121,17 @@ class FolderRounds(Rounds):
 
     def _go_on(self) -> None:
         """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
-        folder, restored = self.exchange, self._restored
-        identity, before = folder.record.identity, log.digest_of(folder.decided)
+        run, restored = self.exchange, self._restored
+        identity, before = run.record.identity, log.digest_of(run.decided)
         if restored.get("run", identity) != identity:
-            raise SettingsError(f"the state is of another run than {folder.store.address} holds")
+            raise SettingsError(f"the state is of another run than {run.store.address} holds")
         if restored:
             self._former, self._since = restored["worker"], self._number
         self.goes_on = bool(self._number or self._former)
         if not self.goes_on:
             self._load_newest(least=0)
         elif restored and restored["before"] != before:
-            other = f"round {self._number - 1} is another one in {folder.store.address} than in the state"
+            other = f"round {self._number - 1} is another one in {run.store.address} than in the state"
             self._heal(ForkedError(f"{other}, and the work that it has sent may be lost"), restored["before"])
         elif restored.get("message") is not None:
             self._open = self._message_again(bytes_of(restored["message"]), whole=True)
@@ -155,9 +155,9 @@ class FolderRounds(Rounds):
 
     def _message_again(self, packed: bytes, whole: bool) -> Round:
         """Returns the round of a message that was made before a restart."""
-        folder, number = self.exchange, self._number
-        message = log.read_message("the saved message", packed, folder.record.identity, number, self._former)
-        attached = Attached(replace(message, body=b""), folder.decided, time.monotonic())
+        run, number = self.exchange, self._number
+        message = log.read_message("the saved message", packed, run.record.identity, number, self._former)
+        attached = Attached(replace(message, body=b""), run.decided, time.monotonic())
         return self.replicator.reopened(tensor_of(message.body), attached, whole)
 
     def _drop(self, manifest: Manifest) -> None:

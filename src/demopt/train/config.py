@@ -43,8 +43,7 @@ def setting(
     fits: tuple[str, ...] = (),
     free: bool = False,
     action: bool = False,
-    ge: float | None = None,
-    le: float | None = None,
+    **limits: Any,
 ) -> Any:
     """Declares a setting: the panel of `--help` that shows it, its default, its help and its limits.
 
@@ -54,7 +53,7 @@ def setting(
     more: Given = {"panel": panel, "fits": fits, "free": free or action, "action": action}
     if default == []:
         return pydantic.Field(default_factory=list, description=help, json_schema_extra=more)
-    return pydantic.Field(default, description=help, json_schema_extra=more, ge=ge, le=le)
+    return pydantic.Field(default, description=help, json_schema_extra=more, **limits)
 
 
 general, text, decoder, training, machine = (
@@ -318,11 +317,7 @@ DEFAULTS: dict[str, Given] = {
     "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.9},
     "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
 }
-RULE_DEFAULTS: dict[str, Given] = {
-    "muon": {"momentum": 0.95, "lr": 0.02},
-    "sgd": {"lr": 32.0},
-    "nesterov": {"lr": 1.0},
-}
+RULE_DEFAULTS: dict[str, Given] = {"muon": {"momentum": 0.95, "lr": 0.02}, "sgd": {"lr": 32.0}, "nesterov": {"lr": 1.0}}
 
 
 STEPS = 800

@@ -8,8 +8,7 @@ import pickle
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -23,16 +22,7 @@ from demopt.runs.exchange import Decided, FolderExchange
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.state import unmarked
-from demopt.train.config import (
-    SETTINGS,
-    Given,
-    InputError,
-    TrainConfig,
-    check_same_run,
-    config_of,
-    read_file,
-    resolve,
-)
+from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_file, resolve
 from demopt.train.data import (
     TOKEN_SUFFIXES,
     Corpus,
@@ -68,8 +58,12 @@ def train_in_folder(config: TrainConfig) -> int:
     out.refuse_if_taken(config)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
-    with _in_memory():
+    try:
         config, model = begin(with_vocabulary(config, corpus))
+    except (MemoryError, RuntimeError) as error:  # of a model that is too large, as a stranger's run may ask for
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
     shared = {name: value for name, value in config.record().items() if name in FROM_RUN} | {TEXT: corpus.fingerprint}
     shared["tokenizer"] = None if config.tokenizer == config.model else config.tokenizer
     try:
@@ -370,17 +364,6 @@ def settings_in(address: str, key_file: str | None, given: Given) -> tuple[Train
 def _is_of(out: OutFolder, address: str) -> bool:
     """Whether a worker of the run at `address` has written to the folder."""
     return out.config.exists() and full(str(read_file(out.config).get("run"))) == full(address)
-
-
-@contextmanager
-def _in_memory() -> Iterator[None]:
-    """Turns the error of a model that is too large, such as a stranger's run may ask for, into one line."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
 
 
 def export_model(address: str, out: str, key_file: str | None, given: Given) -> int:
