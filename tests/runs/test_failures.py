@@ -174,7 +174,7 @@ def test_deletion_that_is_denied_is_not_waited_for_even_after_one_that_succeeded
 def test_wish_to_stop_is_heard_while_the_store_is_away():
     said, asked = [], threading.Event()
     patient = Patient(failing(StoreError("away")), patience=1e9, say=lambda text: (said.append(text), asked.set()))
-    patient.stopping = asked.is_set
+    patient.asked_to_stop = asked.is_set
     with pytest.raises(ExchangeError, match="stopped while the store did not answer: away"):
         patient.put_if_absent("a", b"x")
     assert len(said) == 1

@@ -215,8 +215,6 @@ def test_object_of_another_is_read_or_refused_whatever_it_holds(kind, data):
         assert all(1 <= sender.samples < 2**32 for sender in found.senders)
         assert all(type(rounds) is int and rounds >= 0 for rounds in found.members.values())
         assert all(reason.isprintable() for reason in (*found.refused.values(), found.at))
-        for sender in found.senders:
-            assert all(abs(number) < 1e15 for number in log.numbers(sender.note).values())
     if kind == "run":
         assert found.checkpoint_every >= 1
         assert all(name.isprintable() and text.isprintable() for name, text in found.facts.items())

@@ -88,7 +88,7 @@ def test_joiner_reads_the_run_before_it_serialises_weights(store, monkeypatch):
     first = Worker(store, 0)
     first.round()
     joiner = Worker(store, 1)
-    monkeypatch.setattr("demopt.runs.weights.packed", None)
+    monkeypatch.setattr("demopt.runs.weights.checkpoint_of", None)
     joiner.optimizer.join()
     assert joiner.digest == first.digest
 

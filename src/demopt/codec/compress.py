@@ -84,11 +84,6 @@ def subtract_sent(chunk_group: ChunkGroup, sent: Coefficients) -> None:
     subtract(chunk_group, chunk_group.flat_momentum, sent, settings.alpha, decay)
 
 
-def take_back(chunk_group: ChunkGroup, sent: Coefficients) -> None:
-    """Z[J] <- Z[J] + a q: the reverse of `subtract_sent`, but for a decay."""
-    subtract(chunk_group, chunk_group.flat_momentum, sent, -chunk_group.settings.alpha)
-
-
 def subtract(chunk_group: ChunkGroup, Z_CN: Tensor, sent: Coefficients, alpha: float = 1.0, decay: float = 1.0) -> None:
     """Z <- decay (Z - alpha q) for the coefficients of one rank, W = 1; of an owner, Z are the sums of its chunks."""
     if chunk_group.kernel is not None and chunk_group.section.all_signs:

@@ -63,33 +63,32 @@ def decompress(
             update_parameters(chunk_group, block, pair, round_number)
 
 
-def direction(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor, first: int = 0) -> Tensor:
-    """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` [2, C, r, c].
+def direction(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor, first: int) -> None:
+    """Steps 6, 7 and phi of step 8: writes phi(U) of the chunks to the first tensor of `pair` [2, C, r, c].
 
     Updates the rule's state of chunks [first, first + C).
     """
-    rule, out = chunk_group.rule, pair[0]
-    if rule.signs_only:
+    if chunk_group.rule.signs_only:
         _direction_by_sign(chunk_group, coefficients, pair)
-        return out
+        return
     invert(chunk_group, coefficients, pair)
-    state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
-    return rule(out, pair[1], state)
+    state = {name: tensor[first : first + pair.shape[1]] for name, tensor in chunk_group.rule_state.items()}
+    chunk_group.rule(pair[0], pair[1], state)
 
 
-def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> Tensor:
-    """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
+def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> None:
+    """Steps 6 and 7: writes U [C, r, c] of the coefficients' chunks to the first tensor of `pair`."""
     if chunk_group.inverter is not None:
         chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
-        return pair[0]
+        return
     rows, columns = chunk_group.inverse_bases
     units_C = _aggregate(chunk_group, coefficients, pair)
     if units_C is None:
         transform.inverse(pair[0], rows, columns, pair[1])
-        return pair[0]
+        return
     for unit_C in exact.inverse(pair[0], rows, columns, pair[1]):
         units_C = units_C * unit_C
-    return pair[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
+    pair[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
 
 
 def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -169,7 +168,7 @@ def _update_matrices(
         if takes_shard is not None and takes_shard(number, U, round_number):
             continue
         if U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
-            decay_and_add(local, direction_of(settings, U), decay, (round_number, number))
+            decay_and_add(local, scaled_direction(settings, U), decay, (round_number, number))
         else:
             batches.setdefault(U.shape[-2:], []).append((local, U))
     for (rows, columns), matrices in batches.items():
@@ -185,7 +184,7 @@ def _update_matrices(
             torch._foreach_add_(targets, directions)
 
 
-def direction_of(settings: Hyperparameters, U: Tensor) -> Tensor:
+def scaled_direction(settings: Hyperparameters, U: Tensor) -> Tensor:
     """Returns -lr phi(U) of a whole matrix, or of a batch of them, for a rule that needs them whole."""
     rule, spare = settings.update, U.new_empty(0)
     if U.dim() == 2:

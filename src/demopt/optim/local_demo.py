@@ -257,7 +257,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("apply")
         mine = self.replicator.round
         self.replicator.apply(messages)
-        self._go_on(finite=mine is not None and mine.finite)
+        self._set_weights(finite=mine is not None and mine.finite)
 
     @unrecorded
     def rollback(self) -> None:
@@ -334,16 +334,19 @@ class LocalDeMo(ReplicatedOptimizer):
             group["frozen"] = fingerprint(compared)  # for the record of a run
         if self.local_steps and not (self._rounds.in_step or self._weights.are_apart):
             self._weights.hold()
+        moments = None
         try:
             moments = self._rounds.meet()
         finally:
-            if replicator.fingerprint() != before:  # some may have come even if the rest failed
-                self._stay_or_adopt()
+            if moments is not None or replicator.fingerprint() != before:  # some may have come even if the rest failed
+                if self._rounds.keeps_steps and self._weights.are_apart:
+                    self._weights.land()
+                elif not (self._rounds.keeps_steps and self.local_steps):
+                    self._weights.adopt()
         if moments is not None:
-            self._stay_or_adopt()
             self.mistakes.note_state(has_local_weights=False)  # the run's weights replace those of a state
             self._inner.borrow(moments)
-            self.local_steps = self.local_steps if self._rounds.goes_on else 0
+            self.local_steps = self.local_steps if self._rounds.keeps_steps else 0
             self._note_gradients([parameter.grad for parameter in self._weights.parameters])
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
@@ -355,14 +358,6 @@ class LocalDeMo(ReplicatedOptimizer):
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)
-
-    def _stay_or_adopt(self) -> None:
-        """Sets local weights after a meeting: with this rank's unsent steps if they still count."""
-        goes_on = self._rounds.goes_on
-        if goes_on and self._weights.are_apart:
-            self._weights.land()
-        elif not (goes_on and self.local_steps):
-            self._weights.adopt()
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
@@ -416,37 +411,32 @@ class LocalDeMo(ReplicatedOptimizer):
         again = True
         while again:
             self._land()
-            sends = self.replicator.options.background
-            mine = self._extract(at_once := sends and self._weights.are_elsewhere)
+            background = self.replicator.options.background
+            mine = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
             try:
-                if sends and not at_once:
-                    self.replicator.send()
-                elif not sends:
+                if not background:
                     self._rounds.apply()
+                elif mine.work is None:
+                    self.replicator.send()
             except BaseException:
                 self._rounds.abandon()
                 self._weights.keep(mine.finite)
                 if self._rounds.is_open:  # it may move the global weights, not those that steps start from
                     self._weights.keep()
                 raise
-            self._go_on(mine.finite)
+            self._set_weights(mine.finite)
             self._catch_up()
             again = self._rounds.repeats
 
-    def _land(self) -> bool:
-        """Applies the round in flight, or one that an error left open; returns whether there was one.
-
-        The local steps since then stay local: they are for the next round.
-        """
-        if not self._rounds.reopen():
-            return False
-        try:
-            self._rounds.apply()
-        except BaseException:
-            self._rounds.abandon()
-            raise
-        self._catch_up()
-        return True
+    def _land(self) -> None:
+        """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
+        if self._rounds.reopen():
+            try:
+                self._rounds.apply()
+            except BaseException:
+                self._rounds.abandon()
+                raise
+            self._catch_up()
 
     def _catch_up(self) -> None:
         """Applies rounds that were decided without this rank: local steps that are for the next one stay local."""
@@ -460,8 +450,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _extract(self, sends: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
-        starts, weights = self._weights.starts_and_locals()
-        # the pseudo-gradients D = start - local
+        starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
             self.replicator.extract_and_send(starts, minus=weights)  # while the device takes the next steps
         else:
@@ -473,7 +462,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.look_at_rates()
         return mine
 
-    def _go_on(self, finite: bool) -> None:
+    def _set_weights(self, finite: bool) -> None:
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)

@@ -20,7 +20,7 @@ Shapes: W ranks, B bytes in a message.
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -94,34 +94,18 @@ class Round:
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     attached: Any = None  # what goes with the message, where senders vary
-    work: "Future[Travelled] | None" = None  # its exchange, if it travels in the background
+    work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     extracted: threading.Event | None = None  # where that extracts, too: set when the momentum is at rest again
     outcome: Outcome | None = None  # where senders vary
     row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
+    landed: bool = False  # the exchange and all comparisons after it are done
 
     @property
     def finite(self) -> bool:
         """Whether this rank's gradients were finite, and so are in the message."""
         return not self.header.flags & wire.NONFINITE
-
-
-@dataclass(frozen=True)
-class Travelled:
-    """What an exchange came back with: messages, uint8 [W, B], and the bytes that this rank sent and received."""
-
-    messages: Tensor
-    sent_bytes: int
-    received_bytes: int
-    outcome: Outcome | None = None
-    result: Result | None = None  # checked already
-
-    @property
-    def tensors(self) -> Iterable[Tensor]:
-        """All tensors in it."""
-        result = None if self.outcome is None else self.outcome.result
-        return [self.messages] if result is None else result.tensors
 
 
 class Replicator:
@@ -299,17 +283,16 @@ class Replicator:
         try:
             self.session.agree(current.wiring, self.header)
             if current.work is None:
-                came = self._travel(current, exchange)
+                messages = self._travel(current, exchange)
             else:
                 try:
                     with record_function("demopt.wait"):
-                        came = current.work.result()
+                        messages = current.work.result()
                 except BaseException:  # one that failed may travel again; one that goes on is in flight
                     if current.work.done() and current.work.exception() is not None:
                         current.work = None
                     raise
-                self.session.land(came.tensors)
-            messages = self._arrived(current, came)
+                self.session.land([messages, *(current.result.tensors if current.result is not None else ())])
             if current.outcome is None:
                 try:
                     if current.result is None or current.result.messages is not messages:
@@ -319,40 +302,35 @@ class Replicator:
                 # another rank may have a new layout, or other settings
                 if current.result is not None and wire.handshake_due(current.result.headers):
                     self.session.compare(current.wiring, number)
-                    messages = self._arrived(current, self._travel(current, exchange))
+                    messages = self._travel(current, exchange)
             if self.session.compares_gradients:
                 self.session.compare_gradients(current.wiring)
         except ExchangeError as error:
             raise ExchangeError(f"step {number}: {error}") from error
-        self.stats = current.stats = current.stats.timed("exchange", started)
+        self.stats, current.landed = current.stats.timed("exchange", started), True
+        current.stats = self.stats
         if current.outcome is not None and current.outcome.error is not None:
             raise current.outcome.error
         return messages
 
-    def _travel(self, current: Round, exchange: Meter) -> Travelled:
-        """Exchanges the message, maybe in the background; changes nothing here."""
+    def _travel(self, current: Round, exchange: Meter) -> Tensor:
+        """Exchanges the message, maybe in the background; returns the messages. Changes nothing but the round."""
         assert current.message is not None
-        before, outcome = (exchange.sent_bytes, exchange.received_bytes), None
+        sent, received = exchange.sent_bytes, exchange.received_bytes
         with record_function("demopt.exchange"):
             if isinstance(exchange, VaryingExchange):
                 outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
                 assert outcome.result is not None
+                current.outcome, current.row, current.result = outcome, outcome.row, outcome.result
                 messages = outcome.result.messages
             else:
                 messages = current.wiring.route.exchange(current.message, exchange, current.header)
-        sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
-        return Travelled(messages, sent, received, outcome)
-
-    def _arrived(self, current: Round, came: Travelled) -> Tensor:
-        """Puts what an exchange brought into the round; returns the messages."""
-        if came.outcome is not None:
-            current.outcome, current.row, current.result = came.outcome, came.outcome.row, came.outcome.result
-        elif came.result is not None:
-            current.result = came.result
         stats = current.stats  # a round may travel twice
-        sent, received = stats.sent_bytes + came.sent_bytes, stats.received_bytes + came.received_bytes
-        current.stats = replace(stats, sent_bytes=sent, received_bytes=received)
-        return came.messages
+        sent, received = exchange.sent_bytes - sent, exchange.received_bytes - received
+        current.stats = replace(
+            stats, sent_bytes=stats.sent_bytes + sent, received_bytes=stats.received_bytes + received
+        )
+        return messages
 
     def _extracted(self) -> Round:
         if self.round is None:
@@ -433,8 +411,9 @@ class Replicator:
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         abandoned, self.round = self.round, None
-        work = None if abandoned is None or abandoned.result is not None else abandoned.work  # it has not landed here
-        if work is not None and work.exception() is None:
+        if abandoned is None or abandoned.work is None:
+            return
+        if abandoned.work.exception() is None and not abandoned.landed:
             self.session.leave()
 
     # Phases 1 and 2 in the background, while this rank computes
@@ -456,23 +435,25 @@ class Replicator:
         current, factor = self._prepared(gradients, None, minus)
         exchange, extracted = self.session.exchange, threading.Event()
 
-        def work() -> Travelled:
+        def work() -> Tensor:
             with torch.no_grad():
                 try:
                     self._compress(current, gradients, factor, minus)
                 finally:
                     extracted.set()
-                came = self._travel(current, exchange)
-                return came if came.outcome is not None else replace(came, result=self._read_ahead(current, came))
+                messages = self._travel(current, exchange)
+                if current.outcome is None:
+                    current.result = self._read_ahead(current, messages)
+                return messages
 
         current.extracted = extracted
         self.round = current
         current.work = self.session.submit(work, None)
 
-    def _read_ahead(self, current: Round, came: Travelled) -> Result | None:
+    def _read_ahead(self, current: Round, messages: Tensor) -> Result | None:
         """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
         with suppress(DemoptError):
-            result = read(current.wiring.route, came.messages)
+            result = read(current.wiring.route, messages)
             return result if wire.handshake_due(result.headers) else self._decoded(current, result)
         return None
 
@@ -580,7 +561,7 @@ class Replicator:
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
 
-    def reopened(self, message: Tensor, attached: Any, whole: bool) -> Round:
+    def round_again(self, message: Tensor, attached: Any, whole: bool) -> Round:
         """Returns a round with a message from before a restart; `whole`: the momentum still has what is in it."""
         wiring = self.wiring()
         if message.numel() != wiring.route.widths[0]:

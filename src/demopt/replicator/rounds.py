@@ -59,7 +59,7 @@ class VaryingExchange(Meter):
         """Returns the rounds of a replicator. `moments` returns its inner optimizer's state, for workers that join."""
 
 
-def checked(wiring: Wiring, header: Header, message: Tensor) -> Result:
+def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
     """Decodes and checks one message, uint8 [B]; MessageError, without a rank, if it cannot take part."""
     result = read(wiring.route, message.unsqueeze(0).to(wiring.route.device))
     try:
@@ -72,7 +72,7 @@ def checked(wiring: Wiring, header: Header, message: Tensor) -> Result:
     return result
 
 
-def joined(wiring: Wiring, results: Sequence[Result]) -> Result:
+def join_results(wiring: Wiring, results: Sequence[Result]) -> Result:
     """Joins checked messages, each a row; of none, a round that changes nothing."""
     if not results:
         empty = torch.empty(0, wiring.route.widths[0], dtype=torch.uint8, device="cpu")
@@ -88,7 +88,7 @@ class Rounds:
 
     in_step = True  #: whether all ranks are at the same local step
     is_behind = False  #: whether rounds may have been decided without this rank
-    goes_on = False  #: after `meet`: whether this rank's unsent steps count, although the parameters moved
+    keeps_steps = False  #: after `meet`: whether this rank's unsent steps count, although the parameters moved
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace, subtract_sent, take_back
+from demopt.codec.compress import Workspace, subtract, subtract_sent
 from demopt.codec.decompress import TakesShard, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
@@ -126,9 +126,9 @@ class Route(ABC):
             subtract_sent(chunk_group, coefficients)
 
     def take_back(self, data: list[Tensor]) -> None:
-        """Adds to the momentum what `subtract_sent` took out of it, because the round was not applied by all."""
+        """Z[J] <- Z[J] + a q: the reverse of `subtract_sent`, but for a decay, of a round that not all have applied."""
         for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):
-            take_back(chunk_group, coefficients)
+            subtract(chunk_group, chunk_group.flat_momentum, coefficients, -chunk_group.settings.alpha)
 
     def _own(self, data: list[Tensor]) -> Decoded:
         """Returns the coefficients in the bytes of this rank's message."""

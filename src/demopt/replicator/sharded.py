@@ -5,7 +5,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from demopt.codec.decompress import direction_of
+from demopt.codec.decompress import scaled_direction
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.rounding import decay_and_add
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
@@ -50,6 +50,6 @@ class ShardedMatrices:
         parameter, group = self._members[number]
         local, settings = to_local(parameter.detach()), self.settings[group]
         local_U = self._waiting.pop(number, local.to(torch.promote_types(parameter.dtype, torch.float32)))  # empty
-        direction = direction_of(settings, whole_of(local_U, like=parameter))
+        direction = scaled_direction(settings, whole_of(local_U, like=parameter))
         decay = 1 - settings.lr * settings.weight_decay
         decay_and_add(local, shard_as(direction, like=parameter), decay, (round_number, number))

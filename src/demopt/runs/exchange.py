@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
-from demopt.replicator.rounds import Moments, Outcome, VaryingExchange, checked, joined
+from demopt.replicator.rounds import Moments, Outcome, VaryingExchange, check_message, join_results
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
 from demopt.runs import log
@@ -49,7 +48,6 @@ _TOLD_AFTER = 2.0  # seconds until the user hears of a wait
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _SLACK = 1.5  # times the seconds that a worker says it needs
 _LONGEST = 600.0  # seconds that a worker may say, and be waited for
-_REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 _MOST_HELLOS = 64  # that are read at one look: a stranger may put many
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 
@@ -72,15 +70,15 @@ class Attached:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided(Outcome):
+class FolderOutcome(Outcome):
     """A round's outcome, its manifest, and this worker's own message; how long it waited for the last workers."""
 
     manifest: Manifest
-    sent: Message
+    message: Message  # this worker's own
     needed: float  # seconds from the round before until the message was put
     waited: float  # seconds in all
     waited_for: tuple[str, ...]
-    ignored: bool  # the author left out this worker's message, although it had been there for a second
+    overlooked: bool  # the author left out this worker's message, although it had been there for a second
     at: float  # the time (monotonic) when the manifest was known
 
 
@@ -130,25 +128,24 @@ class FolderExchange(VaryingExchange):
         super().__init__(SingleRank())
         self.late = check_number("late", late)
         every = check_count("checkpoint_every", checkpoint_every, high=log.MOST_ROUNDS)  # joining workers refuse more
-        self._wanted: dict[str, Any] = {"checkpoint_every": every}
-        self._wanted |= {"keep_log": keep_log, "settings": settings or {}}
-        _as_json("settings", self._wanted, log.MOST_JSON // 2)
+        self._new_run: dict[str, Any] = {"checkpoint_every": every, "keep_log": keep_log, "settings": settings or {}}
+        _as_json("settings", self._new_run, log.MOST_JSON // 2)
         patience = check_number("patience", patience)
         store = address if isinstance(address, Store) else open_store(os.fspath(address))
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self._patient = Patient(store, patience, lambda text: self.say(text))
-        self.heard: Callable[[], bool] = lambda: False  # whether the user wants to stop: ends waits and catching up
-        self._patient.stopping = lambda: self.heard()
+        self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
+        self._patient.asked_to_stop = lambda: self.asked_to_stop()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         self.note: Any = None
         self.leaving = False
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
-        self.last: Decided | None = None  # the last round that this worker has applied, if it sent a message for it
+        self.last: FolderOutcome | None = (
+            None  # the last round that this worker has applied, if it sent a message for it
+        )
         self.decided: Manifest | None = None  # of the round before these weights
-        # Of its own messages: the round, its manifest's digest, the sender's name, and whether the manifest lists it.
-        self.sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
         self.joined = False  # it has the run's weights
@@ -160,10 +157,10 @@ class FolderExchange(VaryingExchange):
         self._read = set[int]()  # of those that it holds
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
-        self._stopping = False  # there is a newer one, and the next message says so
-        self._ignored = ""  # what is wrong with the object `stop`
-        self._ignored_rounds = 0  # in a row, in which a manifest lacked a message that was there
+        self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
+        self._saw_stop = False  # there is a newer one, and the next message says so
+        self._odd_stop = ""  # what is wrong with the object `stop`, once the user has heard it
+        self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
 
@@ -172,6 +169,13 @@ class FolderExchange(VaryingExchange):
         """The run's identity and settings, once this worker has joined."""
         if self._record is None:
             raise RuntimeError("this worker has not joined the run yet; the first step, or join(), does")
+        return self._record
+
+    def find_run(self) -> Record:
+        """Reads the record, to follow the run without joining it; ExchangeError if there is none."""
+        self._record = log.read_record(self.store)
+        if self._record is None:
+            raise ExchangeError(f"{self.store.address} holds no run")
         return self._record
 
     @property
@@ -194,7 +198,7 @@ class FolderExchange(VaryingExchange):
         )
         message = Message(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self._stopping, weights=weights, note=self.note,
+            leaves=self.leaving, stop=self._saw_stop, weights=weights, note=self.note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(message, self.decided, self.since)
@@ -258,13 +262,13 @@ class FolderExchange(VaryingExchange):
         number: int,
         facts: dict[str, str],
         config_facts: Any,
-        groups: list[dict[str, Any]],
-        start: Callable[[], bytes],
+        groups: list[Any],
+        first_weights: Callable[[], bytes],
     ) -> bool:
-        """Starts the run with the first weights, or joins the one that is there; whether it has started it.
+        """Starts the run, or joins the one that is there; whether it has started it.
 
-        SettingsError, before anything is sent, if this worker has other facts or another version than the run, or is
-        at round `number` of a run that is not there.
+        Only who starts it calls `first_weights`, which serialises them. SettingsError, before anything is sent, if this
+        worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
         record, mine = log.read_record(self.store), ""
         if record is None:
@@ -275,9 +279,9 @@ class FolderExchange(VaryingExchange):
                 )
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
-            wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
+            wanted = Record(mine, __version__, facts, pairs, groups, **self._new_run)
             log.check_races(self.store, wanted, self._all)
-            self.store.put_if_absent(log.checkpoint_name(wanted, 0), start())
+            self.store.put_if_absent(log.checkpoint_name(wanted, 0), first_weights())
             record = log.put_record(self.store, wanted)
             if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
@@ -289,7 +293,7 @@ class FolderExchange(VaryingExchange):
                     f"{self.worker} is at round {number}, the run in {self.store.address} is not so far"
                 )
         self._record = record
-        self._stop_before = self._wish()
+        self._old_stop = self._wish()
         return record.identity == mine
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
@@ -308,35 +312,38 @@ class FolderExchange(VaryingExchange):
 
     # A round
 
-    def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> Decided:
+    def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
 
         It changes nothing that a trainer reads, because it may run in the background.
         """
         began, number, before = time.monotonic(), header.round_number, attached.before
         mine, inbox = replace(attached.message, body=bytes_of(message)), _Inbox(self, wiring, header, attached)
-        look, wishes = partial(log.look, self.store, number), self._wishes(number, attached)
+        look, members = partial(log.look, self.store, number), sorted(before.members if before else ())
+        turn = mine.worker not in members or members[number % len(members)] == mine.worker
+        wishes = [self._wish] if turn else []  # to stop the run: members take turns at reading it, and tell the others
         # Nothing is put into a folder without the manifest before, and no long upload is made for a round that is over.
-        # Where neither can be, the put goes beside the look. A wish to stop goes into this worker's message.
+        # Where neither can be, the put goes beside the look. A wish to stop goes into this worker's message, so that
+        # whoever reads it among several looks first.
         in_time = began - attached.since < min(_JUST, _SLACK * mine.seconds + self.late)
-        at_once = in_time and not (wishes and before and len(before.members) > 1)
+        at_once = in_time and not (wishes and len(members) > 1)
         puts = [partial(self._put, mine)] if at_once else []
         seen, _, *found = self._all([look, partial(self._require, before), *puts, *wishes])
         if wishes:
-            self._stopping = found.pop() not in (None, self._stop_before)
+            self._saw_stop = found.pop() not in (None, self._old_stop)
         placed: Message | None = found[0] if found else None
-        sent, first, waited_for = time.monotonic(), True, tuple[str, ...]()
-        while (manifest := self._decided(seen, number, inbox)) is None:
+        put_at, waited_for, first = time.monotonic(), tuple[str, ...](), True  # `first`: it has looked once
+        while (manifest := inbox.manifest(seen)) is None:
             if placed is None:
-                (placed,) = inbox.fetch(seen, partial(self._put, replace(mine, stop=mine.stop or self._stopping)))
-                sent = time.monotonic()
+                (placed,) = inbox.fetch(seen, partial(self._put, replace(mine, stop=mine.stop or self._saw_stop)))
+                put_at = time.monotonic()
             if first:
                 inbox.add(placed, log.digest(placed.packed()))
             missing, now = inbox.missing(seen), time.monotonic()
-            until = max([sent, *(inbox.needs_until(each) for each in missing)]) + self.late
+            until = max([put_at, *(inbox.needs_until(each) for each in missing)]) + self.late
             if missing and now < until:
                 waited_for, due = missing, max(inbox.needs_until(each, slack=1.0) for each in missing)
-                time.sleep(min(_POLL[1], max(_POLL[0] + (now - sent) / 10, _EARLY * (due - now))))
+                time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 (seen,) = inbox.fetch(seen, look)
             elif inbox.unread(seen):  # who was not the last looks again: the last one decides
                 seen = next(iter(inbox.fetch(seen, *([] if first else [look]))), seen)
@@ -344,7 +351,7 @@ class FolderExchange(VaryingExchange):
                 waited_for = missing or waited_for
                 seen = replace(seen, hellos={*inbox.hellos})
                 hellos = {worker: seconds for worker, (seconds, _) in inbox.hellos.items()}
-                author = replace(placed, stop=placed.stop or self._stopping)
+                author = replace(placed, stop=placed.stop or self._saw_stop)
                 manifest = self._propose(log.decide(author, before, seen, inbox.valid, inbox.refused, hellos))
                 break
             first = False
@@ -352,22 +359,24 @@ class FolderExchange(VaryingExchange):
         at = time.monotonic()
         if manifest.before != log.digest_of(before):
             raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
-        marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
-        sure = [mine := placed] if placed else [replace(mine, stop=stop) for stop in (False, True)]  # sent earlier
-        row = next((marks.index(mark) for each in sure if (mark := log.digest(each.packed())) in marks), None)
+        # A worker knows its message by the bytes, because another may have its name. One that an earlier attempt has
+        # put may have another flag `stop` than it would get now.
+        listed = [sender.digest for sender in manifest.senders]
+        possible = [mine := placed] if placed else [replace(mine, stop=stop) for stop in (False, True)]
+        row = next((listed.index(each) for each in (log.digest(m.packed()) for m in possible) if each in listed), None)
         try:
             result = self.messages(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
-            result, error = joined(wiring, []), covered
+            result, error = join_results(wiring, []), covered
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
             told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
             error = DriftError(number, [], told)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        ignored = row is None and at - sent > _SEEN and mine.worker not in manifest.refused
-        return Decided(
-            row, result, error, manifest=manifest, sent=mine, needed=sent - attached.since,
-            waited=time.monotonic() - began, waited_for=waited_for, ignored=ignored, at=at,
+        overlooked = row is None and at - put_at > _SEEN and mine.worker not in manifest.refused
+        return FolderOutcome(
+            row, result, error, manifest=manifest, message=mine, needed=put_at - attached.since,
+            waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
         )  # fmt: skip
 
     def messages(
@@ -382,28 +391,33 @@ class FolderExchange(VaryingExchange):
 
         def read(sender: log.Sender) -> None:
             name, most = log.message_name(manifest.round, sender.worker), wiring.route.widths[0] + log.MOST_ENVELOPE
+
+            def named(data: bytes) -> bytes:
+                if log.digest(data) != sender.digest:
+                    raise MessageError(f"{name} is not the object that the manifest of its round names")
+                return data
+
             gone = f"{name} is gone from {self.store.address}, and no checkpoint has its round"
-            if not (data := self._until(lambda: self.store.get(name, most) or self._covered(manifest.round), gone)):
+            if not (data := self.wait_for(lambda: self.store.get(name, most) or self._covered(manifest.round), gone)):
                 raise CoveredError(f"round {manifest.round} is covered by a checkpoint: {name} is gone")
             if log.digest(data) != sender.digest:  # a cache may have given a part of it as the whole: read it again
-                data = self.store.read(name, most, partial(_named, name, sender.digest))
+                data = self.store.read(name, most, named)
             self.received_bytes += len(data)
             body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
-            found[sender.digest] = checked(wiring, header, tensor_of(body))
+            found[sender.digest] = check_message(wiring, header, tensor_of(body))
 
         self._all([partial(read, sender) for sender in todo])
-        return joined(wiring, [found[sender.digest] for sender in manifest.senders])
+        return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
-    def follow(self, manifest: Manifest, outcome: Decided | None = None) -> None:
+    def follow(self, manifest: Manifest, outcome: FolderOutcome | None = None) -> None:
         """Notes that a round was applied, by its outcome or, if this worker sent nothing for it, its manifest alone."""
         self.since = time.monotonic() if outcome is None else outcome.at
         if outcome is not None:
-            self.last, self.worker = replace(outcome, result=None), outcome.sent.worker  # messages may be large
-            self.sent.append((manifest.round, manifest.digest, self.worker, outcome.row is not None))
+            self.last, self.worker = replace(outcome, result=None), outcome.message.worker  # messages may be large
             self.left_out = 0 if outcome.row is not None else self.left_out + 1
             self._needed = (*self._needed[-1:], outcome.needed)
-            self._ignored_rounds = self._ignored_rounds + 1 if outcome.ignored else 0
-            if self._ignored_rounds == 2:
+            self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
+            if self._overlooked_rounds == 2:
                 self.say(
                     f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, "
                     "lacks this worker's message, which was there before; its work is sent again"
@@ -436,7 +450,7 @@ class FolderExchange(VaryingExchange):
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
-            there = self._until(partial(self._placed, name, packed), f"{name} can be neither written nor read")
+            there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
             if there.endswith(b"\n" + mine.body):  # now, or by an earlier attempt, which may not have known of a wish
                 with suppress(MessageError):
                     mine = log.read_message(name, there, mine.run, mine.round, mine.worker)
@@ -453,19 +467,10 @@ class FolderExchange(VaryingExchange):
         try:
             return log.read_stop(self.store, self.record.identity)
         except MessageError as error:
-            if self._ignored != str(error):
-                self._ignored = str(error)
+            if self._odd_stop != str(error):
+                self._odd_stop = str(error)
                 self.say(f"{error}; it is ignored")
             return None
-
-    def _decided(self, seen: Seen, number: int, inbox: _Inbox) -> Manifest | None:
-        """Returns the manifest of a round if it is decided, and reads new messages beside it. A stranger's is none."""
-        if not seen.decided:
-            return None
-        found: list[Manifest | None] = inbox.fetch(
-            seen, partial(log.read_manifest, self.store, self.record.identity, number)
-        )
-        return found[0]
 
     def _placed(self, name: str, packed: bytes) -> bytes | None:
         """Returns the object that has a name after a put; None if there is none, which a busy server may answer."""
@@ -484,7 +489,7 @@ class FolderExchange(VaryingExchange):
         self.trips += 1
         if (mine := put()) is None:
             self.trips += 1
-            mine = self._until(lambda: read() or put(), gone)
+            mine = self.wait_for(lambda: read() or put(), gone)
         return mine
 
     def _require(self, before: Manifest | None) -> None:
@@ -494,35 +499,27 @@ class FolderExchange(VaryingExchange):
         """
         gone = f"the run is gone from {self.store.address}; is its disk mounted?"
         if before is None:
-            identity = self._until(partial(log.read_record, self.store), gone, self._patient.patience).identity
+            identity = self.wait_for(partial(log.read_record, self.store), gone, self._patient.patience).identity
             if identity != self.record.identity:
                 raise SettingsError(f"{self.store.address} holds another run than this worker's")
             return
         read = partial(log.read_manifest, self.store, self.record.identity, before.round)
-        found = self._until(read, gone, self._patient.patience)
+        found = self.wait_for(read, gone, self._patient.patience)
         if found.digest != before.digest:
             raise ForkedError(
                 f"round {before.round} is another one in {self.store.address} than this worker has applied"
             )
 
-    def _wishes(self, number: int, attached: Attached) -> list[Callable[[], bytes | None]]:
-        """Returns the request for the wish to stop, if it is this worker's turn: its message then tells the others."""
-        members = sorted(attached.before.members) if attached.before else []
-        worker = attached.message.worker
-        if worker in members and members[number % len(members)] != worker:
-            return []
-        return [self._wish]
-
     def _covered(self, number: int) -> bytes | None:
         """Returns no bytes if a checkpoint covers a round: only then may its messages be gone."""
         return b"" if log.checkpoints(self.store)[-1] > number else None
 
-    def _until(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
+    def wait_for(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
         """Repeats a read until it finds something, because reads may lag; ExchangeError after `limit` seconds."""
         began, told = time.monotonic(), False
         while (found := read()) is None:
             away = time.monotonic() - began
-            if away >= min(limit, self._patient.patience) or (away > _TOLD_AFTER and self.heard()):
+            if away >= min(limit, self._patient.patience) or (away > _TOLD_AFTER and self.asked_to_stop()):
                 raise ExchangeError(gone)
             if away > _TOLD_AFTER and not told:
                 told = True
@@ -592,8 +589,16 @@ class _Inbox:
                     self.add(message, log.digest(data))
         return found[len(reads) :]
 
-    def add(self, message: Message, mark: str) -> None:
-        """Decodes a message, and refuses it if it cannot take part. `mark`: the digest of its object."""
+    def manifest(self, seen: Seen) -> Manifest | None:
+        """Returns the round's manifest if it is decided, and reads new messages beside it. A stranger's is none."""
+        if not seen.decided:
+            return None
+        run, number = self._run, self._header.round_number
+        found: Manifest | None = self.fetch(seen, partial(log.read_manifest, run.store, run.record.identity, number))[0]
+        return found
+
+    def add(self, message: Message, digest: str) -> None:
+        """Decodes a message, and refuses it if it cannot take part. `digest`: of its object."""
         size = self._wiring.route.widths[0]
         try:
             if len(message.body) != size:
@@ -605,11 +610,11 @@ class _Inbox:
             mine = self._attached.message
             if None not in (mine.weights, message.weights) and message.weights != mine.weights:
                 raise MessageError("its weights before the round differ")
-            self.results[mark] = checked(self._wiring, self._header, tensor_of(message.body))
+            self.results[digest] = check_message(self._wiring, self._header, tensor_of(message.body))
         except MessageError as error:
             self.refused[message.worker] = error.reason
         else:
-            self.valid[message.worker] = message, mark
+            self.valid[message.worker] = message, digest
 
     def needs_until(self, worker: str, slack: float = _SLACK) -> float:
         """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
@@ -625,13 +630,6 @@ class _Inbox:
             return self._run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)
         except MessageError as error:
             return str(error)
-
-
-def _named(name: str, digest: str, data: bytes) -> bytes:
-    """Returns an object's bytes; MessageError if it is not the one that a manifest names."""
-    if log.digest(data) != digest:
-        raise MessageError(f"{name} is not the object that the manifest of its round names")
-    return data
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:

@@ -186,7 +186,7 @@ def decide(
         Sender(worker, mark, message.samples, message.note)
         for worker, (message, mark) in sorted((worker, messages[worker]) for worker in heard)
     ]
-    reasons = {worker: printable(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
+    reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(before.seconds if before else {}), **hellos}
     needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
     stop = author.stop or any(message.stop for message, _ in messages.values())
@@ -292,12 +292,12 @@ def read_stop(store: Store, run: str) -> bytes | None:
 
 def put_hello(store: Store, number: int, run: str, worker: str, seconds: float) -> None:
     """Asks the others to wait for a worker in a round, which needs so many seconds from the end of the one before."""
-    store.put_if_absent(_hello_name(number, worker), f"{run} {seconds:.3f}".encode())
+    store.put_if_absent(f"{folder_of(number)}/{worker}.hello", f"{run} {seconds:.3f}".encode())
 
 
 def read_hello(store: Store, number: int, run: str, worker: str) -> float | None:
     """Returns the seconds in a worker's hello; None if there is none of this run."""
-    name = _hello_name(number, worker)
+    name = f"{folder_of(number)}/{worker}.hello"
     try:
         identity, _, text = (store.get(name, MOST_ENVELOPE) or b"").decode("ascii").partition(" ")
         seconds = float(text)
@@ -314,7 +314,7 @@ def message_name(number: int, worker: str) -> str:
 def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
     """Returns a message with an unchecked body; MessageError if the rest does not fit its name."""
     head, _, body = data.partition(b"\n")
-    message = checked(Message, name, {**json_of(name, head), "body": body})
+    message = object_of(Message, name, {**json_of(name, head), "body": body})
     for field_name, came, wanted in (
         ("run", message.run, run),
         ("round", message.round, number),
@@ -331,7 +331,7 @@ def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> 
 
 def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
     """Returns a round's manifest; None if the round is open."""
-    name = _manifest_name(number)
+    name = f"{folder_of(number)}/manifest"
     try:
         found = store.get(name, MOST_JSON)
         return None if found is None else _manifest(found, run, number)
@@ -345,7 +345,7 @@ def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
 def propose(store: Store, manifest: Manifest) -> Manifest | None:
     """Puts the manifest if the round has none, and returns it as others read it; None if the round has one."""
     data = json.dumps(asdict(manifest)).encode()
-    won = store.put_if_absent(_manifest_name(manifest.round), data)
+    won = store.put_if_absent(f"{folder_of(manifest.round)}/manifest", data)
     return _manifest(data, manifest.run, manifest.round) if won else None
 
 
@@ -379,33 +379,18 @@ def clear(store: Store, numbers: Iterable[int]) -> None:
 # Checking what others wrote
 
 
-def numbers(note: Any) -> dict[str, float]:
-    """Returns the finite numbers in a worker's note, by name: anybody may write anything there.
-
-    Examples:
-        >>> numbers({"loss": 2.5, "text": "boom", "huge": 10**400}), numbers("boom")
-        ({'loss': 2.5}, {})
-    """
-    found = note.items() if isinstance(note, dict) else ()
-    return {
-        str(name): float(value)
-        for name, value in found
-        if type(value) in (int, float) and abs(value) < 1e15  # false for NaN
-    }
-
-
-def printable(text: str, most: int = 200) -> str:
+def legible(text: str, most: int) -> str:
     """Returns another's text without what a terminal would obey, cut to `most` letters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
-def checked(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
+def object_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     """Builds an object from JSON; MessageError if an entry is missing, unknown, of another type or out of range."""
     known: dict[str, Any] = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
     wrong = set(values).symmetric_difference(known)
     wrong |= {entry for entry in known.keys() - wrong if not _fits(entry, known[entry], values[entry])}
     if wrong:
-        raise MessageError(f"{name} is damaged: {', '.join(sorted(printable(each, 40) for each in wrong))}")
+        raise MessageError(f"{name} is damaged: {', '.join(sorted(legible(each, 40) for each in wrong))}")
     return kind(**values)
 
 
@@ -418,7 +403,7 @@ def shapes_of(name: str, value: Any) -> list[tuple[list[int], str]]:
                 found.append((shape, dtype))
                 size += math.prod(shape) * DTYPES[dtype]
             case _:
-                raise MessageError(f"{name} is damaged: {printable(repr(each), 80)} is no shape and dtype")
+                raise MessageError(f"{name} is damaged: {legible(repr(each), 80)} is no shape and dtype")
     if size > MOST_TENSORS:
         raise MessageError(f"{name} is damaged: its tensors have {size:,} bytes")
     return found
@@ -464,29 +449,21 @@ def _record(address: str, data: bytes) -> Record:
     except MessageError as error:
         raise MessageError(f"{error}; if the run in {address} has a key, give it (--key-file)") from None
     if values.get("format") != FORMAT:
-        came = printable(repr(values.get("format")), 40)
+        came = legible(repr(values.get("format")), 40)
         raise MessageError(f"{address} holds a run of format {came}; this demopt has {FORMAT}")
-    return checked(Record, RECORD, values)
-
-
-def _hello_name(number: int, worker: str) -> str:
-    return f"{folder_of(number)}/{worker}.hello"
-
-
-def _manifest_name(number: int) -> str:
-    return f"{folder_of(number)}/manifest"
+    return object_of(Record, RECORD, values)
 
 
 def _manifest(data: bytes, run: str, number: int) -> Manifest:
-    name = _manifest_name(number)
+    name = f"{folder_of(number)}/manifest"
     values = json_of(name, data)
     listed = values.get("senders")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise MessageError(f"{name} is damaged: its senders are {printable(repr(listed), 80)}")
-    senders = [checked(Sender, name, each) for each in listed]
+        raise MessageError(f"{name} is damaged: its senders are {legible(repr(listed), 80)}")
+    senders = [object_of(Sender, name, each) for each in listed]
     reading = values.get("reading")
     values |= {"senders": senders, "reading": None if reading is None else reading_of(name, reading)}
-    manifest = checked(Manifest, name, values)
+    manifest = object_of(Manifest, name, values)
     if (manifest.run, manifest.round) != (run, number):
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
     if len({sender.worker for sender in senders}) < len(senders):

@@ -128,13 +128,13 @@ class ObjectStore(Store):
 class Patient(Store):
     """Repeats requests that fail, for `patience` seconds in a row, and reports when the store is away and back.
 
-    While it waits, `stopping` may end it, as Ctrl-C does.
+    While it waits, `asked_to_stop` may end it, as Ctrl-C does.
     """
 
     def __init__(self, inner: Store, patience: float, say: Callable[[str], None]) -> None:
         self.inner, self.address = inner, inner.address
         self.say = say
-        self.stopping: Callable[[], bool] = lambda: False
+        self.asked_to_stop: Callable[[], bool] = lambda: False
         self.requests = 0  # sent so far
         self.patience = patience
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
@@ -178,13 +178,13 @@ class Patient(Store):
                 if away > _TOLD_AFTER and self._away is None:
                     self._away = began
                     self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
-                if (long := away > _TOLD_AFTER) and self.stopping():
+                if (long := away > _TOLD_AFTER) and self.asked_to_stop():
                     raise ExchangeError(f"stopped while the store did not answer: {error}") from error
             else:
                 break
             attempt += 1
             end = time.monotonic() + min(_PAUSES[1], _PAUSES[0] * 2.0 ** min(attempt, 9), self.patience)
-            while (left := end - time.monotonic()) > 0 and self.patience and not (long and self.stopping()):
+            while (left := end - time.monotonic()) > 0 and self.patience and not (long and self.asked_to_stop()):
                 time.sleep(min(left, 0.1))
         self._answered.add(kind)
         since, self._away = self._away, None  # at once: requests run in several threads

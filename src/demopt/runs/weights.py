@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,8 +28,8 @@ from demopt.runs import log
 from demopt.runs.exchange import (
     Attached,
     CoveredError,
-    Decided,
     FolderExchange,
+    FolderOutcome,
     ForkedError,
     bytes_of,
     check_facts,
@@ -37,6 +38,7 @@ from demopt.runs.exchange import (
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
+_REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 _MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
 
@@ -51,25 +53,26 @@ class FolderRounds(Rounds):
 
     def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         super().__init__(replicator)
-        self.exchange = run
+        self.run = run
         self.moments = moments
-        self.is_behind = False
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
         self._restored: dict[str, Any] = {}  # what a saved state has of the run, until this worker has met it
-        self._former, self._since = "", 0  # the worker that saved the state, until then, and its round
+        self._former, self._saved_at = "", 0  # the worker that saved the state, until then, and its round
+        # Own messages: the round, the digest of its manifest, the worker's name, and whether the manifest lists it.
+        self._sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
 
     # Joining
 
     @property
     def have_met(self) -> bool:
-        return self.exchange.joined
+        return self.run.joined
 
     def meet(self) -> Moments | None:
         """Starts the run with this worker's weights, or takes those of the run, with moments.
 
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
         """
-        replicator, run = self.replicator, self.exchange
+        replicator, run = self.replicator, self.run
         wiring = replicator.wiring()
         groups = [
             {
@@ -81,18 +84,18 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = wiring.facts(), replicator.options.config_facts(), groups
-        started = run.meet(self._number, *facts, start=lambda: packed(replicator, "", ""))
+        started = run.meet(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
         if not started:
             self._check_order(groups)
-            self._go_on()
-            self._catch_up()
+            self._enter()
+            self._apply_all_missed()
             if self._former and self._left_behind():
-                self._catch_up()
+                self._apply_all_missed()
             self._former = ""
             run.stopping = False  # in the rounds before
         run.hello(self._number)
         run.joined = True
-        return None if started else self.lent_moments()
+        return None if started else self._lent_moments()
 
     # A worker that dies between its put and the round's manifest does not know whether its message counts; the manifest
     # does. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
@@ -100,7 +103,7 @@ class FolderRounds(Rounds):
 
     def saved(self) -> dict[str, Any]:
         """Returns the run, this worker's name, the manifest before the weights, and a message that may be undecided."""
-        run, current = self.exchange, self._open or self.replicator.round
+        run, current = self.run, self._open or self.replicator.round
         if run._record is None:
             return self._restored
         self.replicator.let_extract()
@@ -117,24 +120,24 @@ class FolderRounds(Rounds):
         texts = all(isinstance(saved.get(name, ""), str) for name in ("run", "worker", "before"))
         if not texts or not (message is None or isinstance(message, Tensor)):
             raise ValueError("the state's entry 'folder' is damaged")
-        self._open, self._restored, self.exchange.joined = None, dict(saved), False
+        self._open, self._restored, self.run.joined = None, dict(saved), False
 
-    def _go_on(self) -> None:
+    def _enter(self) -> None:
         """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
-        run, restored = self.exchange, self._restored
+        run, restored = self.run, self._restored
         identity, before = run.record.identity, log.digest_of(run.decided)
         if restored.get("run", identity) != identity:
             raise SettingsError(f"the state is of another run than {run.store.address} holds")
         if restored:
-            self._former, self._since = restored["worker"], self._number
-        self.goes_on = bool(self._number or self._former)
-        if not self.goes_on:
+            self._former, self._saved_at = restored["worker"], self._number
+        self.keeps_steps = bool(self._number or self._former)
+        if not self.keeps_steps:
             self._load_newest(least=0)
         elif restored and restored["before"] != before:
             other = f"round {self._number - 1} is another one in {run.store.address} than in the state"
             self._heal(ForkedError(f"{other}, and the work that it has sent may be lost"), restored["before"])
         elif restored.get("message") is not None:
-            self._open = self._message_again(bytes_of(restored["message"]), whole=True)
+            self._open = self._round_again(bytes_of(restored["message"]), whole=True)
         self._restored = {}
         if self.reopen():
             self.apply()
@@ -143,57 +146,54 @@ class FolderRounds(Rounds):
         """Ends the open round if the worker that saved the state has sent a message for it since; whether it has."""
         most = self.replicator.message_bytes + log.MOST_ENVELOPE
         try:
-            data = self.exchange.store.get(log.message_name(self._number, self._former), most)
+            data = self.run.store.get(log.message_name(self._number, self._former), most)
             if data is None:
                 return False
-            self._open = self._message_again(data, whole=False)
+            self._open = self._round_again(data, whole=False)
         except MessageError:  # it counts for nobody
             return False
         self.reopen()
         self.apply()
         return True
 
-    def _message_again(self, packed: bytes, whole: bool) -> Round:
+    def _round_again(self, data: bytes, whole: bool) -> Round:
         """Returns the round of a message that was made before a restart."""
-        run, number = self.exchange, self._number
-        message = log.read_message("the saved message", packed, run.record.identity, number, self._former)
+        run = self.run
+        message = log.read_message("the saved message", data, run.record.identity, self._number, self._former)
         attached = Attached(replace(message, body=b""), run.decided, time.monotonic())
-        return self.replicator.reopened(tensor_of(message.body), attached, whole)
+        return self.replicator.round_again(tensor_of(message.body), attached, whole)
 
     def _drop(self, manifest: Manifest) -> None:
         """Drops what a state has not sent, if a later message of its worker counts: it was in that one."""
-        if self._former in [sender.worker for sender in manifest.senders] and manifest.round >= self._since:
-            self.exchange.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
+        if self._former in [sender.worker for sender in manifest.senders] and manifest.round >= self._saved_at:
+            self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self.replicator.forget()
-            self.goes_on, self._former = False, ""
+            self.keeps_steps, self._former = False, ""
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
 
         Says if its frozen ones differ.
         """
-        there = f"the run in {self.exchange.store.address}"
-        frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.exchange.record.groups))
+        there = f"the run in {self.run.store.address}"
+        frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.run.record.groups))
         if None not in first[:1] and frozen[:1] != first[:1]:
-            self.exchange.say(
-                f"the frozen parameters of {self.exchange.worker} differ from those that {there} began with: load "
+            self.run.say(
+                f"the frozen parameters of {self.run.worker} differ from those that {there} began with: load "
                 "the same base model, because rounds move only what trains"
             )
         for kind in ("param_names", "marks"):
             mine = [each for group in groups for each in group[kind]]
-            theirs = [each for group in self.exchange.record.groups for each in group.get(kind, [])]
+            theirs = [each for group in self.run.record.groups for each in group.get(kind, [])]
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
-                check_order(f"{self.exchange.worker} has", there, theirs, mine)
+                check_order(f"{self.run.worker} has", there, theirs, mine)
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
-        run = self.exchange
-        record = run._record = log.read_record(run.store)
-        if record is None:
-            raise ExchangeError(f"{run.store.address} holds no run")
-        check_facts(record, self.replicator.wiring().facts(), run.store.address, run.worker)
+        run = self.run
+        check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         self._load_newest(least=0)
-        self._catch_up()
+        self._apply_all_missed()
         return self._number
 
     def resync(self, src: int) -> None:
@@ -227,7 +227,7 @@ class FolderRounds(Rounds):
             raise
         except ForkedError as error:
             replicator.rollback()
-            self._heal(error, log.digest_of(self.exchange.decided))
+            self._heal(error, log.digest_of(self.run.decided))
             self.is_behind = True
             return
         except BaseException:
@@ -235,17 +235,16 @@ class FolderRounds(Rounds):
                 self._open, replicator.round = replicator.round, None
             raise
         assert current is not None
-        assert isinstance(current.outcome, Decided)
-        self.conclude(current.outcome)
-        if current.outcome.row is not None and not current.data:
-            self._drop(current.outcome.manifest)
-
-    def conclude(self, outcome: Decided) -> None:
-        """Notes the outcome of a round whose messages are applied; takes this worker's turn at a checkpoint."""
-        self.exchange.follow(outcome.manifest, outcome)
-        self.is_behind = outcome.row is None or outcome.error is not None
+        outcome = current.outcome
+        assert isinstance(outcome, FolderOutcome)
+        manifest, listed = outcome.manifest, outcome.row is not None
+        self.run.follow(manifest, outcome)
+        self._sent.append((manifest.round, manifest.digest, outcome.message.worker, listed))
+        self.is_behind = not listed or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
+        if listed and not current.data:
+            self._drop(manifest)
 
     def reopen(self) -> bool:
         if self._open is None:
@@ -260,16 +259,16 @@ class FolderRounds(Rounds):
     @property
     def repeats(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        run = self.exchange
+        run = self.run
         over = run.rounds is not None and self._number >= run.rounds
         return run.left_out > 1 and not (self._leaves or run.stopping or over or self.replicator.in_flight)
 
     def catch_up(self) -> None:
         """After a round without this worker: applies what it missed, and asks to be waited for, unless it leaves."""
-        run, outcome = self.exchange, self.exchange.last
+        run, outcome = self.run, self.run.last
         if not self.is_behind:
             return
-        self._catch_up()
+        self._apply_all_missed()
         if not (self._leaves or run.stopping):
             run.hello(self._number)
         self.is_behind = False
@@ -278,13 +277,13 @@ class FolderRounds(Rounds):
 
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open."""
-        return log.read_manifest(self.exchange.store, self.exchange.record.identity, self._number)
+        return log.read_manifest(self.run.store, self.run.record.identity, self._number)
 
     def apply_missed(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
         replicator = self.replicator
         wiring = replicator.wiring()
-        replicator.apply_missed(self.exchange.messages(manifest, wiring, replicator.header(wiring)))
+        replicator.apply_missed(self.run.messages(manifest, wiring, replicator.header(wiring)))
 
     @property
     def _number(self) -> int:
@@ -292,15 +291,15 @@ class FolderRounds(Rounds):
 
     @property
     def _leaves(self) -> bool:
-        return self.exchange.leaving or self.exchange.heard()
+        return self.run.leaving or self.run.asked_to_stop()
 
-    def _catch_up(self) -> None:
+    def _apply_all_missed(self) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
 
         The others may decide rounds faster than this worker reads them. So it says hello ahead, and they wait there.
         """
-        run, began, rounds = self.exchange, time.monotonic(), 0
-        while not run.heard() and (manifest := self.next_manifest()) is not None:
+        run, began, rounds = self.run, time.monotonic(), 0
+        while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
             try:
                 if manifest.before != log.digest_of(run.decided):
                     raise ForkedError(f"round {manifest.round} follows another round than this worker has applied")
@@ -324,7 +323,7 @@ class FolderRounds(Rounds):
 
         `seconds`: it takes so many for a round that it has missed.
         """
-        run, ahead = self.exchange, 4
+        run, ahead = self.run, 4
         while log.read_manifest(run.store, run.record.identity, self._number + ahead) is not None:
             ahead *= 2
         run.hello(self._number, ahead, seconds * ahead)
@@ -336,7 +335,7 @@ class FolderRounds(Rounds):
         counts, unless a later one follows the other. Own messages that count no more go back into the error. `applied`:
         the digest of the last manifest that these weights have.
         """
-        run, number = self.exchange, self._number
+        run, number = self.run, self._number
         if number == 0:
             raise MessageError("the manifest of round 0 is damaged: it follows another one") from error
         before, after = self._around(number)
@@ -352,19 +351,19 @@ class FolderRounds(Rounds):
 
         Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
         """
-        run, unknown = self.exchange, list[str]()
-        for place, (number, mark, worker, listed) in reversed([*enumerate(run.sent)]):
+        run, unknown = self.run, list[str]()
+        for place, (number, mark, worker, listed) in reversed([*enumerate(self._sent)]):
             now, after = self._around(number + 1)
             truth = after.before if after else now.digest
             if truth == mark:
                 break
             names = [sender.worker for sender in now.senders]
-            run.sent[place] = number, truth, worker, worker in names
+            self._sent[place] = number, truth, worker, worker in names
             if run.last is not None and run.last.manifest.round == number:
                 run.last = replace(run.last, row=names.index(worker) if worker in names else None)
             if truth == now.digest and (worker in names) == listed:
                 continue
-            sent = run.last.sent if run.last is not None else None
+            sent = run.last.message if run.last is not None else None
             if sent is None or (sent.round, sent.worker) != (number, worker):
                 name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
                 data = run.store.get(name, most)
@@ -378,16 +377,16 @@ class FolderRounds(Rounds):
 
     def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
         """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
-        run = self.exchange
+        run = self.run
         read = partial(log.read_manifest, run.store, run.record.identity)
         gone = f"the manifest of round {number - 1} is gone from {run.store.address}"
-        return run._until(partial(read, number - 1), gone), read(number)
+        return run.wait_for(partial(read, number - 1), gone), read(number)
 
-    def _take_turn(self, outcome: Decided) -> None:
+    def _take_turn(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn."""
-        turn, rest = divmod(self._number, self.exchange.record.checkpoint_every)
+        turn, rest = divmod(self._number, self.run.record.checkpoint_every)
         senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
-        ends = outcome.sent.leaves or self.exchange.stopping
+        ends = outcome.message.leaves or self.run.stopping
         if (ends and not outcome.row) or (not rest and outcome.row == turn % senders):
             self.save()
 
@@ -395,8 +394,8 @@ class FolderRounds(Rounds):
 
     def save(self) -> None:
         """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
-        run, number = self.exchange, self._number
-        data = packed(self.replicator, run.record.identity, log.digest_of(run.decided))
+        run, number = self.run, self._number
+        data = checkpoint_of(self.replicator, run.record.identity, log.digest_of(run.decided))
         moments = {
             name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
             for name, tensor in self.moments().items()
@@ -425,7 +424,7 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def load(self, number: int) -> None:
         """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
-        run, tensors = self.exchange, self.replicator.wiring().replicated_tensors()
+        run, tensors = self.run, self.replicator.wiring().replicated_tensors()
         name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + _MOST_HEAD)
         if data is None:
@@ -443,12 +442,12 @@ class FolderRounds(Rounds):
         self.replicator.round_number.fill_(number)
         run.decided = before
 
-    def lent_moments(self) -> Moments:
+    def _lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
 
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
-        run = self.exchange
+        run = self.run
         listed = [number for number in log.numbered(run.store, "moments") if number <= self._number]
         if not listed:
             return {}
@@ -470,7 +469,7 @@ class FolderRounds(Rounds):
 
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
-        run = self.exchange
+        run = self.run
         what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
 
         told = set[str]()
@@ -492,10 +491,10 @@ class FolderRounds(Rounds):
                     return True
             return None
 
-        run._until(load, f"{run.store.address} has no {what}, and its messages are gone")
+        run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
 
 
-def packed(replicator: Replicator, run: str, before: str) -> bytes:
+def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
     """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share.
 
     `before`: the digest of the last manifest that it holds.
@@ -538,9 +537,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
     """
     run = FolderExchange(address, key=key)
-    record = run._record = log.read_record(run.store)
-    if record is None:
-        raise ExchangeError(f"{run.store.address} holds no run")
+    record = run.find_run()
     replicator = replicator_of(record, run)
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
     rounds.load(0)
@@ -551,7 +548,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
         run.follow(manifest)
         if manifest.round + 1 in saved:
             name = log.checkpoint_name(record, manifest.round + 1)
-            data = packed(replicator, record.identity, manifest.digest)
+            data = checkpoint_of(replicator, record.identity, manifest.digest)
             if run.store.get(name, len(data)) != data:
                 raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)

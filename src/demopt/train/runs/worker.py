@@ -18,7 +18,7 @@ from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
-from demopt.runs.exchange import Decided, FolderExchange
+from demopt.runs.exchange import FolderExchange, FolderOutcome
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.state import unmarked
@@ -82,7 +82,7 @@ def train_in_folder(config: TrainConfig) -> int:
         check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), f"the run in {config.run}", again)
     fresh = config.overwrite or not out.config.exists()
     with out.claimed(config), stop_on_signals(after="one more round") as received:
-        run.heard = lambda: bool(received) or out.stop.exists()
+        run.asked_to_stop = lambda: bool(received) or out.stop.exists()
         try:
             worker = Worker(config, out, corpus, model, run, device)
             worker.train()
@@ -130,7 +130,7 @@ class Worker:
         run: FolderExchange,
         device: torch.device,
     ) -> None:
-        self.config, self.out, self.corpus, self.run, self.stopping = config, out, corpus, run, run.heard
+        self.config, self.out, self.corpus, self.run, self.stopping = config, out, corpus, run, run.asked_to_stop
         torch.set_num_threads(config.threads or cores())
         self.team = Team(0, 1, device, SingleRank())
         self.model = model.to(self.team.device)
@@ -148,7 +148,7 @@ class Worker:
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
         self.sizes, self._speeds = BatchSizes(config), dict[str, float]()
-        self._last: Decided | None = None
+        self._last: FolderOutcome | None = None
         self.report: Report
 
     @property
@@ -282,7 +282,7 @@ class Worker:
             return
         self._last, manifest = last, last.manifest
         if last.row is None:
-            self._sequences += int(numbers_of(last.sent.note).get("sequences", 0))
+            self._sequences += int(numbers_of(last.message.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
