@@ -1,7 +1,11 @@
-"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups, schedules."""
+"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups, schedules.
+
+With delay and its state on the host, a round is extracted, exchanged and decoded while the model trains on.
+"""
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +16,9 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
+from demopt import DeMo, ExchangeError, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
+from demopt.optim.local_weights import LocalWeights
 from problems import fingerprints as train
 
 ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs a process group
@@ -373,3 +378,51 @@ def test_a_state_whose_keys_are_no_text_is_saved_and_loaded() -> None:
     assert ends[0] == ends[1]
     with pytest.raises(TypeError, match="the state of parameter 0 holds 0, a dict, which cannot be consolidated"):
         optimizer.consolidate_state_dict()
+
+
+def _make(apart: bool, monkeypatch: pytest.MonkeyPatch, exchange: Any = None) -> tuple[LocalDeMo, Any]:
+    """An optimizer whose parameters count as those of an accelerator, if they are `apart`; its background thread."""
+    monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: not apart)
+    optimizer = problems.local(exchange or SingleRank(), delay=1, state_device="cpu", route="gather")
+    return optimizer, optimizer.replicator.session._background
+
+
+def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for apart in (False, True):
+        optimizer, background = _make(apart, monkeypatch)
+        for number in range(4):
+            held = threading.Event()
+            background.submit(held.wait)
+            threading.Timer(0.05, held.set).start()
+            problems.fingerprints(optimizer, [number])
+            current: Any = optimizer.replicator.round
+            assert current.message is None or held.is_set() or not apart
+            assert optimizer.replicator.in_flight
+        with optimizer.shared():  # whose weights do not wait
+            saved = optimizer.state_dict()
+        assert current.message is not None
+        errors = [entry["error"].clone() for entry in saved["state"].values()]
+        optimizer.flush()
+        ends.append([*errors, *problems.values(optimizer)])
+    assert problems.same(*ends)
+
+
+def test_a_lost_exchange_keeps_the_pseudo_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as beside the parameters: it is in the error, and the message may travel again."""
+    ends = []
+    for apart in (False, True):
+        exchange = problems.FailsWhenDue(SingleRank())
+        optimizer, _ = _make(apart, monkeypatch, exchange)
+        for number in range(5):
+            current: Any = optimizer.replicator.round
+            if current is not None and current.work is not None:
+                current.work.exception()  # it has come back: the next one is lost
+            exchange.due = number == 2
+            try:
+                problems.fingerprints(optimizer, [number])
+            except ExchangeError:
+                assert number == 3
+        optimizer.flush()
+        ends.append(problems.values(optimizer))
+    assert problems.same(*ends)

@@ -41,7 +41,7 @@ class Outcome:
 
 
 class VaryingExchange(Meter):
-    """An exchange with a list of senders for each round; this rank is rank 0 of 1."""
+    """An exchange with a list of senders for each round; this rank is rank 0 of 1. It counts its bytes itself."""
 
     @abstractmethod
     def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Any:

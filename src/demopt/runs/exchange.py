@@ -559,8 +559,8 @@ class _Inbox:
 
     def missing(self, seen: Seen) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
-        before, (_, unread) = self._attached.before, self.unread(seen) or ([], [])
-        expected = {*(before.members if before else ()), *self.hellos, *unread}
+        _, unread = self.unread(seen) or ([], [])
+        expected = log.expected(self._attached.before, replace(seen, hellos={*self.hellos, *unread}))
         return tuple(sorted(expected - self.workers - seen.messages))
 
     def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
