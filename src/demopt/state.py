@@ -299,7 +299,7 @@ def consolidate(
             left.copy_(row[: len(left)])
     moved = exchange.sent_bytes + exchange.received_bytes - before
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
-    usual = wiring.route.bytes_each_way / every
+    usual = wiring.route.bytes_each_way / every or 1.0  # a rank alone sends nothing
     if not here:
         return None, ""
     told = (
