@@ -40,6 +40,7 @@ BASE: Settings = {
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
 SIGN_RATE, MUON_RATE = 4e-3, 0.03
 MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
+DEFAULT: dict[str, Any] = {"momentum": 0.9, "beta2": 0.99}  # of `demopt.muon_adamw`, for local steps
 STEP: Settings = {"outer_lr": 0.7, "outer_momentum": 0.6}  # the outer step that many workers want
 
 
@@ -101,7 +102,14 @@ def _muon_momentum() -> tuple[Entry, ...]:
     momenta, sparse = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "error_decay": 0.5}
     local = (
         *(_local(f"h{every} {each}", every=every, momentum=each) for every in (5, 10, 15, 30) for each in momenta),
-        *(_local(f"h{every} 0.9 b0.99", every=every, momentum=0.9, beta2=0.99) for every in (5, 10, 15, 30)),
+        *(_local(f"h{every} 0.9 b0.99", every=every, **DEFAULT) for every in (5, 10, 15, 30)),
+        *(_local(f"h{every} 0.95 b0.99", every=every, momentum=0.95, beta2=0.99) for every in (15, 30)),
+        *(
+            Entry(f"dense h5, {part} averaged", "local steps", {"every": 5, "averaged": part, **DEFAULT}, LOCAL_RATE)
+            for part in ("none", "others", "matrices")
+        ),
+        _local("h5 0.9 b0.99 two-way", route="owner", **DEFAULT),
+        _local("h5 0.9 b0.99 delay 1", delay=1, **DEFAULT),
         _local("h5 0.95 b0.99", momentum=0.95, beta2=0.99),
         *(_local(f"h5 0.9 b{beta2}", momentum=0.9, beta2=beta2) for beta2 in (0.995, 0.999)),
         _local("h5 0.9 outer 1.0 0.3", momentum=0.9, outer_lr=1.0, outer_momentum=0.3),
@@ -134,9 +142,9 @@ def _race() -> tuple[Entry, ...]:
     return (
         Entry("AdamW-DDP", "adamw", {}, 0.002),
         Entry("Muon-DDP", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
-        _local("LocalDeMo"),
-        _local("LocalDeMo, two-way", route="owner"),
-        _local("LocalDeMo, delay = 1", delay=1),
+        _local("LocalDeMo", **DEFAULT),
+        _local("LocalDeMo, two-way", route="owner", **DEFAULT),
+        _local("LocalDeMo, delay = 1", delay=1, **DEFAULT),
         _muloco("MuLoCo in 2 bits, H = 10", 10),
         demo("DeMo", MUON_RATE, **MUON),
     )

@@ -32,7 +32,7 @@ from laboratory.simulation.workers import Optimizer, Rates, copy_weights, traine
 from laboratory.training import Corpus, backward, batch, build, load_corpus
 
 #: A byte-level decoder of 0.93M parameters.
-SCALE = Scale(steps=250, width=192, eval_sequences=128)
+SCALE = Scale(steps=1000, width=192, eval_sequences=128)
 ENTRIES = {entry.name: entry for entry in STUDIES["race"].entries}
 RECEIVED = Path("/sys/class/net/eth0/statistics/rx_bytes")
 SHIFTS = torch.arange(0, 8, BITS, dtype=torch.uint8)  # of four places in a byte
