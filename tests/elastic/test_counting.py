@@ -1,22 +1,31 @@
 """No gradient is lost and none is applied twice, whichever worker is killed when: counted exactly, on real processes.
 
-Gradient number n of a worker is 1 at one element that no other gradient has, and 0 elsewhere. Everything is sent, and
-each round divides by its W senders: an element that ends as -1/W was applied once, in a round of W members.
+Replicas of torchft, with a real lighthouse, take orders and answer over a pipe. Gradient number n of a worker is 1 at
+one element that no other gradient has, and 0 elsewhere. Everything is sent, and each round divides by its W senders: an
+element that ends as -1/W was applied once, in a round of W members.
 """
 
+import logging
 import os
 import signal
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
-from replicas import Cluster, Ears, Replica
+import torch.distributed as dist
 
 import demopt
 from demopt.errors import ExchangeError
 from demopt.integrations.torchft import Optimizer
+from forked import CONTEXT
 
+SECONDS = 200.0  # for anything that a test waits for: only what hangs takes so long
+TIMEOUT = timedelta(seconds=100)  # of a manager
 ROOM = 2048  # elements of each worker: more than it can take steps before another has joined
 SURVIVORS = 2
 INSTANTS = ("backward", "extract", "exchange", "check", "apply")  # at which victims 2, 3, ... die: before it
@@ -24,7 +33,71 @@ EVERYONE = SURVIVORS + len(INSTANTS)
 ONCE = {-1 / 2, -1 / 3}  # an element whose gradient was applied in one round, of two members or three
 
 
-def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool) -> dict[str, Any]:
+class Replica:
+    """A process that trains, of a lighthouse's; `number` gives it elements of its own."""
+
+    def __init__(self, lighthouse: str, number: int, local: bool) -> None:
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_run, args=(lighthouse, theirs, number, local), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait_for(self, word: str) -> Any:
+        """Returns what the replica says next, which is under this word."""
+        said, value = _heard(self.pipe)
+        assert said == word, f"a replica said {said!r} while {word!r} was awaited:\n{value}"
+        return value
+
+
+@contextmanager
+def _replicas(local: bool) -> Iterator[list[Replica]]:
+    """All of them; at the end they are killed."""
+    pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
+    from torchft.coordination import LighthouseServer
+
+    # A busy machine is slow: a quorum waits for all whose heart has beaten in the last seconds.
+    limits = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 3000}
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=SURVIVORS, **limits)
+    address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
+    everyone = [Replica(address, number, local) for number in range(EVERYONE)]
+    try:
+        yield everyone
+    finally:
+        for replica in everyone:
+            replica.process.kill()
+            replica.process.join()
+        lighthouse.shutdown()
+
+
+def _heard(pipe: Connection) -> Any:
+    assert pipe.poll(SECONDS), f"nothing within {SECONDS:g} s"
+    return pipe.recv()
+
+
+def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    store: Any = None  # which its manager needs as long as it lives
+
+    def make_manager() -> Any:  # from here on the lighthouse counts this replica
+        import torchft
+
+        nonlocal store
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=TIMEOUT), min_replica_size=SURVIVORS, load_state_dict=None,
+            state_dict=None, timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0, world_size=1, store_addr="localhost",
+            store_port=store.port, lighthouse_addr=lighthouse, hostname="localhost",
+        )  # fmt: skip
+
+    try:
+        pipe.send(("result", _train(make_manager, pipe, number, local)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    os._exit(0)
+
+
+def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local: bool) -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(EVERYONE * ROOM, dtype=torch.float64))
     exactly: Any = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
     inner: Any
@@ -32,13 +105,13 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
         inner = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **exactly)
     else:
         inner = demopt.DeMo([parameter], lr=1.0, momentum_decay=0.0, update="sgd", **exactly)
-    ears.hear()
+    _heard(pipe)
     optimizer = Optimizer(make_manager(), inner)
     taken = 0
-    while (order := ears.hear()) != "end":
+    while (order := _heard(pipe)) != "end":
         optimizer.zero_grad()
         if order == "join":
-            ears.say("joined", optimizer.workers)
+            pipe.send(("joined", optimizer.workers))
             continue
         if order in INSTANTS[1:]:
             holder = inner.replicator if order == "check" else inner
@@ -52,7 +125,7 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
             parameter.grad[number * ROOM + taken] = 1.0
             optimizer.step()
             taken += 1
-        ears.say("stepped", optimizer.workers)
+        pipe.send(("stepped", optimizer.workers))
     weights = parameter.detach().view(EVERYONE, ROOM)
     return {"weights": weights.tolist(), "taken": taken, "mark": inner.fingerprint(state=True)}
 
@@ -71,21 +144,20 @@ def _failing_once(vote: Callable[[], bool]) -> Callable[[], bool]:
 
 def _step(members: list[Replica], orders: dict[int, str] | None = None) -> list[int]:
     for number, member in enumerate(members):
-        member.tell((orders or {}).get(number, "step"))
+        member.pipe.send((orders or {}).get(number, "step"))
     return [member.wait_for("stepped") for number, member in enumerate(members) if (orders or {}).get(number) is None]
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["DeMo", "LocalDeMo"])
 def test_every_gradient_is_applied_once(local: bool) -> None:
-    with Cluster(min_replicas=2) as cluster:
-        everyone = [cluster.start(_train, number, local) for number in range(EVERYONE)]
+    with _replicas(local) as everyone:
         survivors, victims = everyone[:SURVIVORS], everyone[SURVIVORS:]
         for survivor in survivors:
-            survivor.tell("go")
+            survivor.pipe.send("go")
         assert _step(survivors) == [2, 2]
         for instant, victim in zip(INSTANTS, victims, strict=True):
-            victim.tell("go")
-            victim.tell("join")
+            victim.pipe.send("go")
+            victim.pipe.send("join")
             while 3 not in _step(survivors):  # until the victim has joined
                 pass
             assert victim.wait_for("joined") == 3
@@ -96,7 +168,7 @@ def test_every_gradient_is_applied_once(local: bool) -> None:
         assert _step(survivors[1:]) == [2]  # in which the other takes part without a gradient, as a new member does
         assert survivors[0].wait_for("stepped") == 2
         for survivor in survivors:
-            survivor.tell("end")
+            survivor.pipe.send("end")
         results = [survivor.wait_for("result") for survivor in survivors]
     assert results[0]["mark"] == results[1]["mark"]
     for result in results:

@@ -1,4 +1,4 @@
-"""Exchanges among the workers of a quorum, over torchft's gloo."""
+"""torchft: exchanges among the workers of a quorum, over its gloo; and hooks of torch in the wrapper."""
 
 from datetime import timedelta
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+import demopt
+import problems
 import ranks
 from demopt.errors import ExchangeError
 
@@ -41,3 +43,30 @@ def test_close_releases_waiting_workers_though_others_hold_the_exchange():
     assert first == second == [0, 1]
     assert "closed" in said.lower() or "reset" in said.lower()
     assert "Timed out" not in said
+
+
+class _Alone:
+    """What the wrapper asks of a manager when it is built."""
+
+    def current_step(self):
+        return 0
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_hooks_of_torch_run(kind):
+    """The wrapper is a torch optimizer."""
+    from demopt.integrations.torchft import Optimizer
+
+    (parameter,) = problems.parameters([(4, 4)])
+    inner = demopt.DeMo([parameter]) if kind == "DeMo" else problems.local(shapes=[(4, 4)])
+    optimizer = Optimizer(_Alone(), inner)
+    optimizer.finish_round, optimizer._new, called = lambda: None, False, []
+    names = [f"{of}_{when}" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+    for name in names:
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: called.append(name))
+    problems.set_gradients(problems.all_parameters(inner), 0)
+    optimizer.step()
+    if kind == "LocalDeMo":
+        inner.finish_round()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == names
