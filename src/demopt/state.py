@@ -370,7 +370,8 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, before
         own = dict(chosen.own)
         for name in AVERAGED:
             if any(name in saved.own for saved in parts.values()):
-                instead = {} if name == "momentum" else {name: chosen.shared["global"]}  # of those that left it out
+                # a rank whose local weights, or start, are the global weights has left them out
+                instead = {} if name == "momentum" else {name: chosen.shared["global"]}
                 own[name] = _mean([({**instead, **saved.own}[name], mine[old]) for old, saved in parts.items()])
         if SAVED_BY in own:
             own[SAVED_BY] = torch.tensor([rank, world_size, *own[SAVED_BY].tolist()[2:4]], device="cpu")

@@ -98,9 +98,6 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group
         with team.waiting():
             forward = DistributedDataParallel(forward, device_ids=devices)
     factors = tuple(group["lr"] for group in optimizer.param_groups)
-    if isinstance(optimizer, LocalDeMo):
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # as torch's schedulers write: the loop has a schedule
     return Method(forward, optimizer, factors, count_parameters(model), team.world_size)
 
 
