@@ -18,7 +18,7 @@ from demopt.runs.weights import weights_digest
 from demopt.train.data import batch, load_corpus
 from demopt.train.method import make_optimizer
 from demopt.train.model import backward, begin
-from demopt.train.runs.worker import settings_in
+from demopt.train.runs.worker import settings_of_run
 
 FLAGS = """
 --preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1 --late 60
@@ -108,7 +108,7 @@ def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path: Path) -> No
 
 def _on_toy(rank: int, world_size: int, address: str) -> str:
     """Trains along in bfloat16, with the state on the host; stops the run after three rounds with three senders."""
-    config, record = settings_in(address, None, {})
+    config, record = settings_of_run(address, None, {})
     config, model = begin(config)
     text, step, full = load_corpus(config).train, 0, set()
     run = demopt.FolderExchange(address, late=60)

@@ -21,7 +21,7 @@ from demopt.runs import log
 from demopt.runs.store import open_store
 from demopt.train.config import TrainConfig, config_of
 from demopt.train.runs.status import NUMBERS, numbers_of
-from demopt.train.runs.worker import settings_of, train_in_folder
+from demopt.train.runs.worker import settings_to_join, train_in_folder
 
 FLAGS = """
 --preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1 --steps 20
@@ -107,7 +107,7 @@ OF_A_MACHINE = {
 
 def test_security_joining_takes_only_shared_settings_of_a_run(edited: Any, text: str, tmp_path: Path) -> None:
     run = edited("run", lambda record: record["settings"].update(OF_A_MACHINE, lr=0.123))
-    config = settings_of(str(run), None, {"out": str(tmp_path / "mine"), "data": [text]})
+    config = settings_to_join(str(run), None, {"out": str(tmp_path / "mine"), "data": [text]})
     assert config.lr == 0.123, "which all workers share"
     own = {"out": str(tmp_path / "mine"), "run": str(run)}
     for name in OF_A_MACHINE:

@@ -36,11 +36,11 @@ def join(
 ) -> int:
     """Train along in a run: settings and weights come from its folder."""
     print(f"joining {address} ...", flush=True)  # importing torch takes seconds
-    from demopt.train.runs.worker import settings_of, train_in_folder
+    from demopt.train.runs.worker import settings_to_join, train_in_folder
 
     own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None, "model": model}
     own["tokenizer"] = tokenizer
-    return train_in_folder(settings_of(address, key_file, own))
+    return train_in_folder(settings_to_join(address, key_file, own))
 
 
 def status(

@@ -175,40 +175,41 @@ class Worker:
 
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
+        config, out, run = self.config, self.out, self.run
         own = ", with the state that it left" if self._resume() else ""
-        self.run.say = lambda text: print(printable(text), flush=True)
+        run.say = lambda text: print(printable(text), flush=True)
         self._want()
         self.optimizer.join()
-        self.out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
+        out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.number = self.done
         with ExitStack() as held:
-            with self.out.writing():
-                self.report = report = held.enter_context(Report(self.out, self.config, begun, True))
+            with out.writing():
+                self.report = report = held.enter_context(Report(out, config, begun, True))
             report.say(self.corpus.about)
             report.say(
-                f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
-                + (f"joined after step {begun}{own}" if begun else length(self.config, self.corpus))
+                f"run {run.record.identity} in {config.run}, as {run.worker}: "
+                + (f"joined after step {begun}{own}" if begun else length(config, self.corpus))
             )
             report.say_memory(self.model, self.optimizer, self.team.device)
             if not begun:
-                key = f" --key-file {self.config.key_file}" if self.config.key_file else ""
-                report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
+                key = f" --key-file {config.key_file}" if config.key_file else ""
+                report.say(f"others: demopt join {config.run}{key} --out runs/joined")
             self._hear()  # of a round that an error had left open
             self._heard = {}
-            parts = self.config, self.out, self.team, self.corpus, self.model, self.method, report, self.stopping
+            training = Training(config, out, self.team, self.corpus, self.model, self.method, report, self.stopping)
             try:
-                train_steps(Training(*parts), self)
+                train_steps(training, self)
             except DemoptError:
-                self.run.close()
+                run.close()
                 with suppress(DemoptError):  # the first error is the one to tell
                     self._save()
                 raise
         if not self.ended:
             self._save()
-        self.run.wait_for_uploads()
+        run.wait_for_uploads()
         if self.ended:
-            with self.out.writing(), self.method.shared():
-                finish(self.config, self.out, self.model, self.corpus)
+            with out.writing(), self.method.shared():
+                finish(config, out, self.model, self.corpus)
         print(f"weights after {self._rounds} rounds: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
 
     # Its steps
@@ -320,7 +321,7 @@ class Worker:
     def _resume(self) -> bool:
         """Takes back the state that this worker left with, if there is one; InputError if it is of another run."""
         place, record = self.out.state, log.read_record(self.run.store)
-        if not self.config.resume or not place.exists():
+        if not (self.config.resume and place.exists()):
             return False
         try:
             state = torch.load(place, map_location="cpu", weights_only=True)
@@ -334,9 +335,9 @@ class Worker:
         return True
 
 
-def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig:
+def settings_to_join(address: str, key_file: str | None, given: Given) -> TrainConfig:
     """Returns the settings with which a machine joins a run: those of the run, and its own."""
-    config, record = settings_in(address, key_file, given)
+    config, record = settings_of_run(address, key_file, given)
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
@@ -350,7 +351,7 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     return dataclasses.replace(config, keep_log=record.keep_log)
 
 
-def settings_in(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, log.Record]:
+def settings_of_run(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, log.Record]:
     """Returns the settings of a run, replaced by those of `given` that are not None, and its record."""
     own = {name: value for name, value in given.items() if value is not None}
     _, record = open_run(address, key_file)
@@ -368,7 +369,7 @@ def _is_of(out: OutFolder, address: str) -> bool:
 
 def export_model(address: str, out: str, key_file: str | None, given: Given) -> int:
     """Writes the newest weights that all workers have, and the tokenizer; returns the number of rounds."""
-    config, record = settings_in(address, key_file, given)
+    config, record = settings_of_run(address, key_file, given)
     if "steps" not in record.settings:
         raise InputError(f"the run in {address} was not started by demopt train; see LocalDeMo.observe for its script")
     config, model = begin(resolve(config))
