@@ -83,7 +83,7 @@ class LocalSteps(Method):
     bytes_rule = "none counted"
     clips_workers = False
 
-    def __init__(self, workers: SimulatedWorkers, every: int, averaged: str = "none", **settings: Any) -> None:
+    def __init__(self, workers: SimulatedWorkers, every: int = 1, averaged: str = "none", **settings: Any) -> None:
         super().__init__(workers)
         self.every, self.averaged, self.taken = every, averaged, 0
         self._models = [copy.deepcopy(workers.model) for _ in range(workers.world_size)]
