@@ -102,6 +102,15 @@ def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing() -> No
     assert torch.equal(_applied(*_built([0, 1, 2], [_against_the_third], True)), two)
 
 
+def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter() -> None:
+    def in_part(number: int, shape: tuple[int, ...]) -> Tensor:
+        lie = _against_all(number, shape)
+        return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.25, lie, -lie)
+
+    for honest, lie in (([0], _flipped), ([0, 1, 2], in_part)):
+        assert not torch.equal(_applied(*_built(honest, [lie], True)), _applied(*_built(honest, [], True)))
+
+
 def test_security_samples_count_up_to_the_medians() -> None:
     """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others."""
 

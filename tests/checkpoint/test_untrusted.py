@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import inspect
 import io
 import os
 import pickle
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import demopt
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
@@ -151,6 +155,20 @@ def test_security_resuming_runs_no_code_of_a_checkpoint(place: str, tmp_path: Pa
     assert not proof.exists()
     pickle.loads(pickle.dumps(evil))
     assert proof.exists(), "or it could not have run"
+
+
+def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path: Path) -> None:
+    """Which SECURITY.md warns of; `Reader` with `LoadPlanner` does not."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "file")))
+    FileSystemReader(tmp_path).read_metadata()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_gather_object([None], _Runs(tmp_path / "rank"))
+    finally:
+        dist.destroy_process_group()
+    assert (tmp_path / "file").exists()
+    assert (tmp_path / "rank").exists()
+    assert "pickle.loads(" in inspect.getsource(dynamic_rendezvous)
 
 
 def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path: Path) -> None:

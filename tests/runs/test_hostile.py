@@ -379,6 +379,20 @@ def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_an
     assert worker.rounds == 4
 
 
+def test_holder_of_the_key_decides_early_and_writes_what_joiners_take(bare):
+    liar, other, joiner = (Worker(bare, seed, key=KEY, checkpoint_every=100) for seed in range(3))
+    liar.optimizer.join()
+    other.optimizer.join()
+    liar.round()  # it waits for nobody
+    assert [sender.worker for sender in liar.run.decided.senders] == ["w0"]
+    for parameter in liar.optimizer.replicator.parameters:
+        parameter.data.add_(1.0)
+    liar.optimizer._rounds.save()
+    liar.run.wait_for_uploads()
+    joiner.optimizer.join()
+    assert joiner.digest == liar.digest
+
+
 # A member that leaves out another
 
 

@@ -1,6 +1,7 @@
 """A worker that dies between the put of its message and the round's manifest: its state goes on, once and exactly."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from stores import Through
 from test_folder_exchange import Counter, Worker, applied, joined
 
-from demopt.errors import ExchangeError, SettingsError
+from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
+from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import ObjectStore, StoreError
+from demopt.train.runs.status import status_of
 
 pytestmark = pytest.mark.usefixtures("still")
 
@@ -126,3 +129,53 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None
     again.optimizer.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 0 is another one in" in again.said[0]
+
+
+# Objects that are gone, of a run of four rounds with checkpoints after two and four
+
+STATES = ("checkpoints/00000002", "checkpoints/00000004", "start")
+BEGUN = "has rounds of a run whose object run is gone"
+
+
+@pytest.mark.parametrize(
+    ("gone", "running", "joining", "observing", "replaying", "status"),
+    [
+        (["rounds/00000003/manifest"], "is its disk mounted", *["manifest of round 3 is gone"] * 3, 4),
+        (["rounds/00000002/manifest"], None, None, None, "manifest of round 2 is gone", 4),
+        (["rounds/00000002/manifest", STATES[1]], None, *["manifest of round 2 is gone"] * 3, 2),
+        (["run"], None, BEGUN, "holds no run", "holds no run", 4),
+        ([STATES[1]], None, None, None, None, 4),
+        (STATES[:2], None, None, None, None, 4),
+        (STATES, None, *["has no object start"] * 3, 4),
+    ],
+    ids=str,
+)
+def test_object_that_is_gone_is_named_where_it_is_needed(
+    gone, running, joining, observing, replaying, status, monkeypatch
+):
+    """By a worker, a joiner, an observer (export), the replay, and the status; None: it goes on."""
+    monkeypatch.setattr(runs, "FolderExchange", functools.partial(FolderExchange, patience=0.0))
+    store = ObjectStore()
+    first, joiner, observer = (Worker(store, seed, checkpoint_every=2, keep_log=True) for seed in range(3))
+    for _ in range(4):
+        first.round()
+        first.run.wait_for_uploads()
+    record, digest = first.run.record, first.digest
+    store.delete(log.checkpoint_name(record, 0) if name == "start" else name for name in gone)
+    assert status_of(store, record, "here")["round"] == status
+    for call, told in (
+        (lambda: [digest for _, digest in runs.replay(store)][-1], replaying),
+        (lambda: (observer.optimizer.observe(), observer.digest)[1], observing),
+        (lambda: (joiner.optimizer.join(), joiner.digest)[1], joining),
+    ):
+        if told is None:
+            assert call() == digest
+        else:
+            with pytest.raises(DemoptError, match=told):
+                call()
+    if running is None:
+        first.round()
+        assert first.rounds == 5
+    else:
+        with pytest.raises(ExchangeError, match=running):
+            first.round()

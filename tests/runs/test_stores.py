@@ -79,6 +79,7 @@ def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key()
     stores.put(keyed, "rounds/1/a.message", b"message")
     assert keyed.list("rounds/1") == {"a.message"}
     whole = bare.get("rounds/1/a.message", most=99)
+    assert whole.endswith(b"message"), "which anybody can read"
     for name, data in (
         ("changed", whole[:-1] + b"x"),
         ("rounds/2/a.message", whole),

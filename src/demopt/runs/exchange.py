@@ -271,6 +271,9 @@ class FolderExchange(VaryingExchange):
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
         record, mine = log.read_record(self.store), ""
+        if record is None and log.look(self.store, 0).decided:  # begun since, or no run any more
+            gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
+            record = self.wait_for(partial(log.read_record, self.store), gone)
         if record is None:
             if number:
                 raise SettingsError(
@@ -387,7 +390,6 @@ class FolderExchange(VaryingExchange):
         CoveredError if messages are gone.
         """
         found = dict(known or {})
-        todo = [sender for sender in manifest.senders if sender.digest not in found]
 
         def read(sender: log.Sender) -> None:
             name, most = log.message_name(manifest.round, sender.worker), wiring.route.widths[0] + log.MOST_ENVELOPE
@@ -406,7 +408,7 @@ class FolderExchange(VaryingExchange):
             body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
             found[sender.digest] = check_message(wiring, header, tensor_of(body))
 
-        self._all([partial(read, sender) for sender in todo])
+        self._all([partial(read, sender) for sender in manifest.senders if sender.digest not in found])
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
     def follow(self, manifest: Manifest, outcome: FolderOutcome | None = None) -> None:

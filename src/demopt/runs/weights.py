@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -276,8 +277,13 @@ class FolderRounds(Rounds):
             self._take_turn(outcome)
 
     def next_manifest(self) -> Manifest | None:
-        """Returns the manifest of the round that these weights are at; None if it is open."""
-        return log.read_manifest(self.run.store, self.run.record.identity, self._number)
+        """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
+        run, number = self.run, self._number
+        read = partial(log.read_manifest, run.store, run.record.identity)
+        if (found := read(number)) is None and read(number + 1) is not None:
+            gone = f"the manifest of round {number} is gone from {run.store.address}"
+            found = run.wait_for(partial(read, number), gone)
+        return found
 
     def apply_missed(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
@@ -552,6 +558,11 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
             if run.store.get(name, len(data)) != data:
                 raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)
+    most = len(checkpoint_of(replicator, "", "")) + _MOST_HEAD
+    for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > rounds._number):
+        with suppress(MessageError):  # a stranger's
+            if run.store.get(name, most):
+                raise ExchangeError(f"{name} is there, and the manifest of round {rounds._number} is gone")
 
 
 def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
