@@ -81,7 +81,10 @@ class OptimizerState:
                     name: placed_as(value, parameter) if name in sharded else value
                     for name, value in saved["values"].items()
                 }
-        if not overlaps(rank, world_size, before).keys() <= states.keys():
+        if not isinstance(before, int) or before < 1:
+            raise ValueError(f"the checkpoint is damaged: it was saved by {before!r} ranks")
+        # each new rank overlaps with before / world_size old ones, so a number too large for the entries is no loop
+        if before > world_size * len(states) or not overlaps(rank, world_size, before).keys() <= states.keys():
             raise ValueError(
                 f"{before} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
                 "planner=demopt.checkpoint.LoadPlanner()"

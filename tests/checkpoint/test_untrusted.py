@@ -157,6 +157,21 @@ def test_security_resuming_runs_no_code_of_a_checkpoint(place: str, tmp_path: Pa
     assert proof.exists(), "or it could not have run"
 
 
+WRONG = [("world_size", each) for each in (0, -1, 1 << 40, 1.5, "x", None)]
+WRONG += [("rank0.shard0.0", each) for each in (5, {}, {"values": {"momentum": 1}, "sharded": ()}, {"values": "x"})]
+WRONG += [("param_groups.0.lr", "x"), ("param_groups.0.params", 3)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("key", "value"), WRONG)
+def test_checkpoint_with_wrong_content_cannot_be_read(key: str, value: Any, tmp_path: Path) -> None:
+    path = _old("demo", tmp_path)
+    _replace_object(path, f"optimizer.{key}", _saved(value))
+    with pytest.raises(InputError, match="step-00000006 cannot be read: ") as told:
+        _load(path, "demo")
+    assert "\n" not in str(told.value)
+
+
 def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path: Path) -> None:
     """Which SECURITY.md warns of; `Reader` with `LoadPlanner` does not."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "file")))
@@ -167,7 +182,7 @@ def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path: Path) -> None:
         dist.all_gather_object([None], _Runs(tmp_path / "rank"))
     finally:
         dist.destroy_process_group()
-    assert (tmp_path / "file").exists() and (tmp_path / "rank").exists()  # noqa: PT018
+    assert {path.name for path in tmp_path.iterdir()} == {".metadata", "file", "rank"}
     assert "pickle.loads(" in inspect.getsource(dynamic_rendezvous)
 
 

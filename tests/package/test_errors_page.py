@@ -31,12 +31,11 @@ FILLED = re.compile(
 LITERALS = _literals().replace("`", "")
 
 
-def _quoted() -> list[str]:
-    rows = re.findall(r"^\| (.*?) \|", PAGE, re.MULTILINE)
-    return [quote for row in rows for quote in re.findall(r"`([^`]+)`", row) if not quote.startswith(OF_TORCH)]
+ROWS = re.findall(r"^\| (.*?) \|", PAGE, re.MULTILINE)
+QUOTED = [quote for row in ROWS for quote in re.findall(r"`([^`]+)`", row) if not quote.startswith(OF_TORCH)]
 
 
-@pytest.mark.parametrize("quote", [each for each in _quoted() if " " in each])
+@pytest.mark.parametrize("quote", [each for each in QUOTED if " " in each])
 def test_error_is_worded_as_on_its_page(quote: str) -> None:
     """Word by word, between the parts that a run fills in: numbers, names, hosts."""
     words = re.sub(r"^\w*(Error|Warning): (run is)?|`", "", quote)

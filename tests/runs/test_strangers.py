@@ -169,11 +169,6 @@ def test_joiner_has_a_device_and_threads_of_its_own(tmp_path: Path, text: str) -
         assert done.returncode == 0, done.stderr
 
 
-def _sequences(run: Path) -> int:
-    manifests = [json.loads(path.read_text()) for path in sorted(run.glob("rounds/*/manifest"))]
-    return sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"])
-
-
 @pytest.mark.parametrize(("put", "meanwhile"), [(True, False), (True, True), (False, False)])
 def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
     put: bool, meanwhile: bool, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +208,8 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
     assert "with the state that it left" in done.stdout
     digest = done.stdout.rpartition("sha256 ")[2]
     assert forked.demopt("replay", tmp_path / "run").stdout.endswith(digest)
-    assert _sequences(tmp_path / "run") == 20 * 2
+    manifests = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("rounds/*/manifest")]
+    assert sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"]) == 20 * 2
     other = forked.demopt(*(tmp_path / "other" if word == tmp_path / "run" else word for word in words))
     assert other.returncode == 2
     assert "already holds a run" in other.stderr

@@ -30,11 +30,6 @@ def _corpus(number):
     return Corpus(Tokens(rows), Tokens(rows), 9999, "", None)
 
 
-def _rank(config, number, resumed, *place):
-    team = Team(*place, torch.device("cpu"), SingleRank())
-    return Connected(SimpleNamespace(config=config, team=team, corpus=_corpus(number)), resumed)
-
-
 def _play(seed):
     """Plays a run whose ranks, their number and their speeds change; how often each sequence was read, and epochs."""
     draw = random.Random(seed)
@@ -45,7 +40,9 @@ def _play(seed):
     read, resumed, over = Counter(), None, False
     while not over:
         size = draw.randint(1, 5)
-        ranks = [_rank(config, number, resumed, rank, size) for rank in range(size)]
+        corpus, cpu = _corpus(number), torch.device("cpu")
+        teams = [Team(rank, size, cpu, SingleRank()) for rank in range(size)]
+        ranks = [Connected(SimpleNamespace(config=config, team=team, corpus=corpus), resumed) for team in teams]
         for _ in range(draw.randint(1, 8)):
             speeds = {str(rank): draw.uniform(0.1, 9.0) for rank in range(len(ranks))}
             drawn = [rounds.draw() for rounds in ranks]

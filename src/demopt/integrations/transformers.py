@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer import OPTIMIZER_NAME
@@ -36,9 +35,10 @@ class DeMoCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Stops dense synchronisation."""
         _checked(parts["optimizer"])
-        model = parts["model"]
-        for wrapper in [model, *_wrappers(model)]:
-            unsync(wrapper)
+        # Callbacks get the model inside its wrappers, which it has no reference to.
+        wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+        for model in [parts["model"], *(each for each in wrappers if each.module is parts["model"])]:
+            unsync(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Gives the model this rank's local weights back."""
@@ -90,8 +90,3 @@ def _checked(optimizer: Any) -> Any:
         "with DeMoCallback",
         "give the Trainer optimizers=(demopt.DeMo(...), None), or leave the callback out",
     )
-
-
-def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
-    """Returns the wrappers of a model: callbacks get the model inside, which has no reference to them."""
-    return [each for each in gc.get_objects() if type(each) is DistributedDataParallel and each.module is model]

@@ -342,7 +342,8 @@ class GroupSettings:
     def packed_state(self, number: int) -> Tensor | None:
         """Returns the names of the state in a group, with the values that are plain, for a saved state: uint8 [n]."""
         each = self._values[number]
-        found = {name: [value for value in [each.group.get(name)] if _is_plain(value)] for name in sorted(each.state)}
+        pairs = [(name, each.group.get(name)) for name in sorted(each.state)]
+        found = {name: [value] if isinstance(value, bool | int | float | str | None) else [] for name, value in pairs}
         return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 
     def loaded(self, groups: list[Group], packed: Sequence[Sequence[Tensor]]) -> None:
@@ -360,10 +361,6 @@ def unpacked(packed: Sequence[Tensor]) -> Group:
 def _names(packed: Tensor) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = json.loads(bytes(packed.tolist()))
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _copy(value: Any) -> Any:

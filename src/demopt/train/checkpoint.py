@@ -111,6 +111,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
         except CheckpointException as error:
             raise _unreadable(path, _cause(error)) from None
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # wrong content, read well
+            raise _unreadable(path, error) from None
     if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
