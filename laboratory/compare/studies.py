@@ -97,19 +97,18 @@ def _one_bit() -> tuple[Entry, ...]:
 def _muon_momentum() -> tuple[Entry, ...]:
     """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps.
 
-    "b": AdamW's beta2, .95 where it is not named. "k": coefficients of a chunk of 4,096, in place of all.
+    "b": AdamW's beta2, .95 where it is not named. "k": coefficients of a chunk of 4,096, in place of all. "dense":
+    float32 means in place of messages, and whose gradients are averaged at every step besides.
     """
     momenta, sparse = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "error_decay": 0.5}
     local = (
         *(_local(f"h{every} {each}", every=every, momentum=each) for every in (5, 10, 15, 30) for each in momenta),
         *(_local(f"h{every} 0.9 b0.99", every=every, **DEFAULT) for every in (5, 10, 15, 30)),
-        *(_local(f"h{every} 0.95 b0.99", every=every, momentum=0.95, beta2=0.99) for every in (15, 30)),
         *(
             Entry(f"dense h5, {part} averaged", "local steps", {"every": 5, "averaged": part, **DEFAULT}, LOCAL_RATE)
             for part in ("none", "others", "matrices")
         ),
         _local("h5 0.9 b0.99 two-way", route="owner", **DEFAULT),
-        _local("h5 0.9 b0.99 delay 1", delay=1, **DEFAULT),
         _local("h5 0.95 b0.99", momentum=0.95, beta2=0.99),
         *(_local(f"h5 0.9 b{beta2}", momentum=0.9, beta2=beta2) for beta2 in (0.995, 0.999)),
         _local("h5 0.9 outer 1.0 0.3", momentum=0.9, outer_lr=1.0, outer_momentum=0.3),

@@ -1,4 +1,6 @@
-"""torch's optimizers on averaged gradients, as DistributedDataParallel runs them, and makers of the same optimizers."""
+"""torch's optimizers on averaged gradients, as DistributedDataParallel runs them, makers of the same optimizers, and a
+probe: the same on gradients of which only some are averaged.
+"""
 
 import copy
 from collections.abc import Callable
