@@ -307,7 +307,8 @@ def consolidate(
         "save less often, or let every rank write its own state: one file per rank, or, with "
         "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
     )
-    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, told * (moved > MANY_STEPS * usual)
+    told = told if moved > MANY_STEPS * usual else ""
+    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, told
 
 
 def _own_entries(state: StateDict) -> StateDict:

@@ -142,9 +142,7 @@ class FolderExchange(VaryingExchange):
         self.note: Any = None
         self.leaving = False
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
-        self.last: FolderOutcome | None = (
-            None  # the last round that this worker has applied, if it sent a message for it
-        )
+        self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
         self.decided: Manifest | None = None  # of the round before these weights
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped

@@ -558,7 +558,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
             if run.store.get(name, len(data)) != data:
                 raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)
-    most = len(checkpoint_of(replicator, "", "")) + _MOST_HEAD
+    most = sum(tensor.nbytes for tensor in replicator.wiring().replicated_tensors()) + _MOST_HEAD
     for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > rounds._number):
         with suppress(MessageError):  # a stranger's
             if run.store.get(name, most):

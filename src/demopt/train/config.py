@@ -43,7 +43,8 @@ def setting(
     fits: tuple[str, ...] = (),
     free: bool = False,
     action: bool = False,
-    **limits: Any,
+    ge: float | None = None,
+    le: float | None = None,
 ) -> Any:
     """Declares a setting: the panel of `--help` that shows it, its default, its help and its limits.
 
@@ -53,7 +54,7 @@ def setting(
     more: Given = {"panel": panel, "fits": fits, "free": free or action, "action": action}
     if default == []:
         return pydantic.Field(default_factory=list, description=help, json_schema_extra=more)
-    return pydantic.Field(default, description=help, json_schema_extra=more, **limits)
+    return pydantic.Field(default, description=help, json_schema_extra=more, ge=ge, le=le)
 
 
 general, text, decoder, training, machine = (
