@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,12 +18,13 @@ ALL = ("Admin", "Read", "Write", "List")  # the rights of a user
 
 
 def ports(count: int) -> list[int]:
-    """Returns ports that are free now."""
-    with ExitStack() as held:
-        return [
-            held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]  # all held at the same time
-            for _ in range(count)
-        ]
+    """Returns ports that are free now, below those that Linux gives to outgoing connections (from 32768)."""
+    while True:
+        found = random.SystemRandom().sample(range(10_000, 32_768), count)
+        with suppress(OSError), ExitStack() as held:  # all held at the same time
+            for port in found:
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return found
 
 
 def start(

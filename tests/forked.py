@@ -9,7 +9,6 @@ import importlib
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 from unittest import mock
+
+from laboratory import seaweed
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -68,9 +69,7 @@ def torchrun(
 
 def free_port() -> int:
     """A port of this machine that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return seaweed.ports(1)[0]
 
 
 @contextmanager
