@@ -75,7 +75,7 @@ def final_loss(attack: str, clip: bool, workers: int, liars: int, rounds: int, s
             nn.utils.vector_to_parameters(
                 starts[rank] - ATTACKS[attack](moved[rank], moved[liars:]), models[rank].parameters()
             )
-            optimizers[rank].replicator.forget()
+            optimizers[rank].replicator.clear_momentum()
         messages = torch.stack([optimizer.extract() for optimizer in optimizers])
         for optimizer in optimizers:
             optimizer.apply(messages)

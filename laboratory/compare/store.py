@@ -10,12 +10,7 @@ COUNTS = ("payload_bytes", "sent_bytes", "received_bytes")
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """Reads all complete lines by key; a line that was cut short is ignored, so its run is done again.
-
-    Examples:
-        >>> read_rows(Path("no/such/file"))
-        {}
-    """
+    """Reads all complete lines by key; a line that was cut short is ignored, so its run is done again."""
     rows = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):

@@ -85,12 +85,7 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 
 def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Returns the first name whose values differ, and both values, "nothing" where one has none; None: all are equal.
-
-    Examples:
-        >>> first_difference({"lr": "1", "chunk": "64"}, {"lr": "1", "top_k": "8"})
-        ('chunk', '64', 'nothing')
-    """
+    """Returns the first name whose values differ, and both values, "nothing" for none; None: all are equal."""
     for name in {**one, **other}:
         if one.get(name, "nothing") != other.get(name, "nothing"):
             return name, one.get(name, "nothing"), other.get(name, "nothing")

@@ -22,7 +22,8 @@ from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
 from demopt.runs import log
 from demopt.runs import weights as runs
-from demopt.runs.exchange import CoveredError
+from demopt.runs.inbox import CoveredError
+from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs import command
 
@@ -99,7 +100,7 @@ def joined(store: Any, **settings: Any) -> tuple[Worker, Worker]:
 
 
 def replayed(store: Any, **how: Any) -> list[str]:
-    return [digest for _, digest in runs.replay(store, **how)]
+    return [digest for _, digest in replay(store, **how)]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -126,7 +127,7 @@ def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):
     together([first, second], 8)
     assert first.digest == second.digest == replayed(store)[-1]
     assert log.checkpoints(store) == [0, 2, 4, 6, 8]
-    assert [len(each.senders) for each, _ in runs.replay(store)] == [1] * 5 + [2] * 3
+    assert [len(each.senders) for each, _ in replay(store)] == [1] * 5 + [2] * 3
 
 
 def test_worker_that_is_second_to_start_a_run_joins_it_and_leaves_no_weights_of_its_own(store):

@@ -18,12 +18,12 @@ from test_folder_exchange import Worker
 
 import demopt
 from demopt.errors import DemoptError, ExchangeError, MessageError
-from demopt.runs import exchange, log
+from demopt.runs import exchange, inbox, log
 from demopt.runs.disk import Disk
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
+from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, Patient, open_store
-from demopt.runs.weights import replay
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
@@ -121,8 +121,8 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
 
 
 def test_hellos_are_read_few_at_a_look():
-    inbox = exchange._Inbox(None, None, None, exchange.Attached(MESSAGE, None, 0.0))
-    _, greeting = inbox.unread(log.Seen(set(), {f"ghost-{number}" for number in range(300)}, False))
+    box = inbox.Inbox(None, None, None, inbox.Attached(MESSAGE, None, 0.0))
+    _, greeting = box.unread(log.Seen(set(), {f"ghost-{number}" for number in range(300)}, False))
     assert len(greeting) == 64
 
 
@@ -235,7 +235,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
     [
         {"author": ESCAPE}, {"members": {ESCAPE: 0}}, {"refused": {"w-1": ESCAPE}}, {"refused": {ESCAPE: "r"}},
         {"author": "../../etc"}, {"author": "w" * 65}, {"author": ""}, {"author": "[/bold]"}, {ESCAPE: 1},
-        {"at": ESCAPE},
+        {"at": ESCAPE}, {"senders": 1}, {"senders": [{"worker": 1}]},
         {"senders": [{"worker": ESCAPE, "digest": "", "samples": 1, "note": None}]},
         {"senders": [{"worker": "a", "digest": "", "samples": 0, "note": None}]},
         {"senders": [{"worker": "a", "digest": "", "samples": 2**32, "note": None}]},

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import hypothesis
-import pytest
 import torch
 from hypothesis import strategies as st
 from stores import Crash, Wrapped, put
@@ -24,6 +23,7 @@ from stores import Crash, Wrapped, put
 from demopt.errors import DemoptError, ExchangeError
 from demopt.replicator.route import Result
 from demopt.runs import exchange as exchange_module
+from demopt.runs import inbox as inbox_module
 from demopt.runs import log
 from demopt.runs import store as store_module
 from demopt.runs import weights as weights_module
@@ -106,7 +106,7 @@ class Tokens:
     def rollback(self) -> None:
         self.round = None
 
-    def take_back(self, message: torch.Tensor, applied: bool) -> None:
+    def recount(self, message: torch.Tensor, applied: bool) -> None:
         self.pending = [token for token in self.pending if token not in tokens_of(message)]
         self.pending = self.pending if applied else [*tokens_of(message), *self.pending]
 
@@ -208,12 +208,12 @@ class Worker:
 
     def _main(self) -> None:
         try:
-            self.folder.meet()
+            self.folder.join()
             while not (self.run.stopping or self.run.leaving):
                 self.work()
                 again = True
                 while again:  # a round, as LocalDeMo does it
-                    if self.folder.reopen():
+                    if self.folder.is_open:
                         self.folder.apply()
                         self.folder.catch_up()
                     self.tokens.extract()
@@ -336,7 +336,7 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
             for _ in range(turns):
                 chosen.turn(action)
 
-    modules, pauses = (exchange_module, weights_module, store_module), store_module._PAUSES
+    modules, pauses = (exchange_module, inbox_module, weights_module, store_module), store_module._PAUSES
     for module in modules:
         module.time = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
     store_module._PAUSES = 0.0, 0.0
@@ -390,11 +390,3 @@ def test_message_that_was_deleted_after_a_manifest_named_it_makes_no_worker_dive
     actions: list[Any], keep_log: bool
 ) -> None:
     play(actions, keep_log)
-
-
-def test_damaged_manifest_is_named() -> None:
-    store = ObjectStore()
-    for data in (b"", b"{", b"[]", b'{"run": 3}', b'{"senders": 1}', b'{"senders": [{"worker": 1}]}'):
-        put(store, "rounds/00000000/manifest", data)
-        with pytest.raises(DemoptError, match="rounds/00000000/manifest is damaged"):
-            log.read_manifest(store, "r", 0)

@@ -13,6 +13,7 @@ from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import status_of
 
@@ -164,7 +165,7 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
     store.delete(log.checkpoint_name(record, 0) if name == "start" else name for name in gone)
     assert status_of(store, record, "here")["round"] == status
     for call, told in (
-        (lambda: [digest for _, digest in runs.replay(store)][-1], replaying),
+        (lambda: [digest for _, digest in replay(store)][-1], replaying),
         (lambda: (observer.optimizer.observe(), observer.digest)[1], observing),
         (lambda: (joiner.optimizer.join(), joiner.digest)[1], joining),
     ):

@@ -16,6 +16,7 @@ from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
+from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, Store, StoreError
 
 
@@ -285,5 +286,5 @@ def test_message_that_a_cache_gives_half_or_not_at_all_is_read_again(store, shar
     for worker in (first, first, second, second):
         worker.round()
     cache = Cache(store, share)
-    assert [digest for _, digest in runs.replay(cache)] == [digest for _, digest in runs.replay(store)]
+    assert [digest for _, digest in replay(cache)] == [digest for _, digest in replay(store)]
     assert cache.known

@@ -12,6 +12,7 @@ from test_folder_exchange import Worker as Trained
 from test_protocol import Worker, literal
 
 from demopt.runs import exchange as exchange_module
+from demopt.runs import inbox as inbox_module
 from demopt.runs import log
 from demopt.runs import weights as weights_module
 from demopt.runs.store import ObjectStore, Store
@@ -90,7 +91,7 @@ class Timed(Worker):
 def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float) -> list[set[str]]:
     """The senders of each round of workers with these seconds of steps, trip and upload."""
     clock, bare = Clock(), ObjectStore()
-    exchange_module.time = weights_module.time = clock
+    exchange_module.time = inbox_module.time = weights_module.time = clock
     try:
         workers = [
             Timed(number, Far(bare, clock, trip, upload), steps, end, late)
@@ -107,7 +108,7 @@ def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float
         ]
         return [{sender.worker for sender in manifest.senders} for manifest in manifests]
     finally:
-        exchange_module.time = weights_module.time = time
+        exchange_module.time = inbox_module.time = weights_module.time = time
 
 
 SECONDS = st.sampled_from([0.05, 0.3, 1.0, 4.0, 15.0])  # of local steps, and of the upload of a message

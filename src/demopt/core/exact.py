@@ -97,12 +97,6 @@ def aggregate_signs(
     """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
 
     `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`; the rest as in `aggregate_integers`.
-
-    Examples:
-        >>> out, codes = torch.zeros(1, 2), torch.tensor([[2032], [2016]])  # scales 1 and 0.5
-        >>> unit = aggregate_signs(torch.tensor([[[False, True]], [[False, False]]]), codes, (1, 3), out)
-        >>> out * unit
-        tensor([[0.6250, 0.1250]])
     """
     guard = guard_bits(sum(weights), 1)
     aligned_WC, top_C = _aligned(codes_WC, guard, top_C)

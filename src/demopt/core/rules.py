@@ -269,10 +269,6 @@ def rule_of(update: Any) -> Rule:
     Raises:
         ValueError: a text that names no rule, or a setting that the rule does not have.
         TypeError: neither a text nor one of the rules.
-
-    Examples:
-        >>> rule_of("lion"), rule_of(Signum()), rule_of("adamw(eps=1e-6)")
-        (Lion(beta1=0.9, beta2=0.99), Signum(), AdamW(beta2=0.99, eps=1e-06))
     """
     if isinstance(update, str):
         return _read(update)

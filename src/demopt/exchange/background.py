@@ -38,7 +38,7 @@ class SideStream:
 
         return travel
 
-    def land(self, tensors: Iterable[Tensor]) -> None:
+    def receive(self, tensors: Iterable[Tensor]) -> None:
         """Makes this thread's stream wait for the tensors that the last call has made."""
         here = torch.accelerator.current_stream(self._stream.device)
         here.wait_event(self._done)

@@ -250,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         self._manager.load_state_dict(given["manager"])
         if self._new:
             self._detached = None
-            self.inner.replicator.forget()
+            self.inner.replicator.clear_momentum()
         elif self._detached is not None and self._counted.get(self._name, -1) >= self._since:
             self.inner.replicator.mark_applied(self._detached)  # the received weights include it
             self._detached = None

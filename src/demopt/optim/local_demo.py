@@ -183,8 +183,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("step")
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
-                self._land()
-            self._meet()
+                self._end_open_round()
+            self._join()
             loss = self._local_step(closure)
             if self.due:
                 self._round()
@@ -202,7 +202,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("local_step")
         self._follow_inner()
         if self.replicator.session.exchange.intra_node is not None:
-            self._meet()
+            self._join()
         return self._local_step(closure)
 
     @property
@@ -217,7 +217,7 @@ class LocalDeMo(ReplicatedOptimizer):
         Call it before the first batch. The first `step` does it too, but in a folder drops its gradient then.
         """
         self._before_change("join")
-        self._meet()
+        self._join()
 
     @unrecorded
     def observe(self) -> int:
@@ -272,7 +272,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
-        self._land()
+        self._end_open_round()
         self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
@@ -318,12 +318,12 @@ class LocalDeMo(ReplicatedOptimizer):
         if abandoned is not None and abandoned.work is None:
             self._weights.keep(abandoned.finite)
 
-    def _meet(self) -> None:
+    def _join(self) -> None:
         """Meets the other ranks before a local step; global weights may come from them, and then local ones, too."""
-        if self._rounds.have_met:
+        if self._rounds.has_joined:
             return
         replicator, exchange = self.replicator, self.replicator.session.exchange
-        is_first = not replicator.session.has_met
+        is_first = not replicator.session.has_compared
         if is_first:
             look_at_models(self)
         self._weights.begin()
@@ -336,7 +336,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.hold()
         moments = None
         try:
-            moments = self._rounds.meet()
+            moments = self._rounds.join()
         finally:
             if moments is not None or replicator.fingerprint() != before:  # some may have come even if the rest failed
                 if self._rounds.keeps_steps and self._weights.are_apart:
@@ -410,7 +410,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._warn_unless_trained(others=not self._rounds.in_step)
         again = True
         while again:
-            self._land()
+            self._end_open_round()
             background = self.replicator.options.background
             mine = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
             try:
@@ -419,7 +419,6 @@ class LocalDeMo(ReplicatedOptimizer):
                 elif mine.work is None:
                     self.replicator.send()
             except BaseException:
-                self._rounds.abandon()
                 self._weights.keep(mine.finite)
                 if self._rounds.is_open:  # it may move the global weights, not those that steps start from
                     self._weights.keep()
@@ -428,14 +427,10 @@ class LocalDeMo(ReplicatedOptimizer):
             self._catch_up()
             again = self._rounds.repeats
 
-    def _land(self) -> None:
+    def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
-        if self._rounds.reopen():
-            try:
-                self._rounds.apply()
-            except BaseException:
-                self._rounds.abandon()
-                raise
+        if self._rounds.is_open:
+            self._rounds.apply()
             self._catch_up()
 
     def _catch_up(self) -> None:

@@ -73,12 +73,7 @@ class Plan:
 
 
 def quantity(text: str, unit: str = "") -> float:
-    """Parses a number with a factor, and the pattern of a unit; 0 if the text is none.
-
-    Examples:
-        >>> quantity("1.2B"), quantity("100 Mbit", "bit"), quantity("many")
-        (1200000000.0, 100000000.0, 0.0)
-    """
+    """Parses a number with a factor, and the pattern of a unit; 0 if the text is none."""
     found = re.fullmatch(rf"(\d+\.?\d*) ?([kmgbt]?){unit}", text.strip(), re.IGNORECASE)
     return float(found[1]) * FACTORS[found[2].lower()] if found else 0.0
 

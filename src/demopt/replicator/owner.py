@@ -154,13 +154,7 @@ def _by_chunk_group(answers: list[Decoded]) -> Decoded:
 
 @dataclass(frozen=True)
 class Parts:
-    """The chunks of `sections`, divided among `world_size` owners: each owns a run of every section.
-
-    Examples:
-        >>> parts = Parts((Section(20, 64, 64, "sign"),), world_size=2, granule=2)
-        >>> parts.runs
-        [[slice(0, 10, None)], [slice(10, 20, None)]]
-    """
+    """The chunks of `sections`, divided among `world_size` owners: each owns a run of every section."""
 
     sections: tuple[Section, ...]
     world_size: int

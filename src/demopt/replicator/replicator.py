@@ -90,7 +90,7 @@ class Round:
 
     wiring: Wiring
     header: Header
-    data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
+    data: list[Tensor] = field(default_factory=list)  # the message's bytes that the momentum holds, by chunk group
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     attached: Any = None  # what goes with the message, where senders vary
@@ -100,7 +100,7 @@ class Round:
     row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
-    landed: bool = False  # the exchange and all comparisons after it are done
+    exchanged: bool = False  # the exchange and all comparisons after it are done
 
     @property
     def finite(self) -> bool:
@@ -226,10 +226,11 @@ class Replicator:
         for given in (gradients,) if minus is None else (gradients, minus):
             check_gradients(wiring.names, wiring.parameters, given)
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
-        if self.session.varying is not None:
+        exchange = self.session.exchange
+        if isinstance(exchange, VaryingExchange):
             due = self.options.fingerprint_every and current.header.round_number % self.options.fingerprint_every == 0
-            mark = self.fingerprint(state=True) if due else None
-            current.attached = self.session.varying.attachment(wiring, current.header, mark)
+            hashed = self.fingerprint(state=True) if due else None
+            current.attached = exchange.attachment(wiring, current.header, hashed)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
@@ -248,7 +249,7 @@ class Replicator:
         header, every = self.header(wiring), self.options.fingerprint_every
         new = Round(wiring, header, row=wiring.inputs.rank)
         due = every > 0 and header.round_number % every == 0
-        if due and header.round_number and header.world_size > 1 and self.session.has_met:
+        if due and header.round_number and header.world_size > 1 and self.session.has_compared:
             new.differing_copies = difference_of_copies(wiring, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
@@ -292,7 +293,7 @@ class Replicator:
                     if current.work.done() and current.work.exception() is not None:
                         current.work = None
                     raise
-                self.session.land([messages, *(current.result.tensors if current.result is not None else ())])
+                self.session.receive([messages, *(current.result.tensors if current.result is not None else ())])
             if current.outcome is None:
                 try:
                     if current.result is None or current.result.messages is not messages:
@@ -307,7 +308,7 @@ class Replicator:
                 self.session.compare_gradients(current.wiring)
         except ExchangeError as error:
             raise ExchangeError(f"step {number}: {error}") from error
-        self.stats, current.landed = current.stats.timed("exchange", started), True
+        self.stats, current.exchanged = current.stats.timed("exchange", started), True
         current.stats = self.stats
         if current.outcome is not None and current.outcome.error is not None:
             raise current.outcome.error
@@ -410,18 +411,22 @@ class Replicator:
 
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
-        abandoned, self.round = self.round, None
-        if abandoned is None or abandoned.work is None:
+        forgotten, self.round = self.round, None
+        if forgotten is None or forgotten.work is None:
             return
-        if abandoned.work.exception() is None and not abandoned.landed:
+        if forgotten.work.exception() is None and not forgotten.exchanged:
             self.session.leave()
 
     # Phases 1 and 2 in the background, while this rank computes
 
     def send(self) -> None:
-        """Step 5, begun: the message travels in the background until `exchange`."""
+        """Step 5, begun: the message travels in the background until `exchange`; an error forgets the round."""
         current = self._extracted()
-        self.session.agree(current.wiring, self.header)
+        try:
+            self.session.agree(current.wiring, self.header)
+        except BaseException:
+            self.rollback()
+            raise
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
@@ -561,23 +566,23 @@ class Replicator:
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
 
-    def round_again(self, message: Tensor, attached: Any, whole: bool) -> Round:
-        """Returns a round with a message from before a restart; `whole`: the momentum still has what is in it."""
+    def round_of(self, message: Tensor, attached: Any, in_momentum: bool) -> Round:
+        """Returns the round of a message from before a restart; `in_momentum`: whether that still has its content."""
         wiring = self.wiring()
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
-        data = wiring.route.layout.bodies(message[wire.HEADER_BYTES :]) if whole else []
+        data = wiring.route.layout.bodies(message[wire.HEADER_BYTES :]) if in_momentum else []
         return replace(self._begin(wiring), message=message, attached=attached, data=data)
 
-    def take_back(self, message: Tensor, applied: bool = False) -> None:
-        """Puts a message back into the momentum, because not all applied it; takes it out if all have `applied` it."""
+    def recount(self, message: Tensor, applied: bool) -> None:
+        """Corrects the momentum where it turns out that a message of this rank is `applied` after all, or is not."""
         route = self.wiring().route
         move = route.subtract_sent if applied else route.take_back
         move(route.layout.bodies(message[wire.HEADER_BYTES :]))
 
-    def forget(self) -> None:
-        """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
-        self.require_idle("forget")
+    def clear_momentum(self) -> None:
+        """Sets the momenta to zero: this rank starts as a new one, with weights of a peer."""
+        self.require_idle("clear_momentum")
         for chunk_group in self.wiring().chunk_groups:
             chunk_group.momentum.zero_()
 

@@ -44,8 +44,8 @@ class VaryingExchange(Meter):
     """An exchange with a list of senders for each round; this rank is rank 0 of 1. It counts its bytes itself."""
 
     @abstractmethod
-    def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Any:
-        """Returns all that goes with the next message, frozen as it is now. `weights`: a fingerprint, if it is due.
+    def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Any:
+        """Returns all that goes with the next message, frozen as it is now. `fingerprint`: of the weights, if due.
 
         SettingsError, before any message is made, if the wiring's settings are not those that all share.
         """
@@ -88,15 +88,15 @@ class Rounds:
 
     in_step = True  #: whether all ranks are at the same local step
     is_behind = False  #: whether rounds may have been decided without this rank
-    keeps_steps = False  #: after `meet`: whether this rank's unsent steps count, although the parameters moved
+    keeps_steps = False  #: after `join`: whether this rank's unsent steps count, although the parameters moved
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank does not know the outcome of a round for which it may have sent a message."""
-        return False
+        """Whether there is a round to apply before the next one: in flight, or one that an error left open."""
+        return self.replicator.in_flight
 
     @property
     def repeats(self) -> bool:
@@ -104,12 +104,12 @@ class Rounds:
         return False
 
     @property
-    def have_met(self) -> bool:
+    def has_joined(self) -> bool:
         """Whether the next local step needs nothing of other ranks before it."""
         replicator = self.replicator
         return replicator.in_flight or replicator.session.has_agreed(replicator.wiring())
 
-    def meet(self) -> Moments | None:
+    def join(self) -> Moments | None:
         """Makes this rank one of the others; it may move the parameters. Returns moments if it took a run's weights."""
         self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
         return None
@@ -119,24 +119,20 @@ class Rounds:
         return {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Takes what `saved` returned, in another process, for the next `meet`."""
+        """Takes what `saved` returned, in another process, for the next `join`."""
 
     def observe(self) -> int:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
     def apply(self) -> None:
-        """Exchanges the replicator's round, if it is not under way, and applies it."""
-        self.replicator.apply(self.replicator.exchange())
-
-    def reopen(self) -> bool:
-        """Returns whether there is a round to apply first: one in flight, or one that an error left open."""
-        return self.replicator.in_flight
-
-    def abandon(self) -> None:
-        """After an error: forgets the round, unless its message is still under way."""
-        if not self.replicator.in_flight:
-            self.replicator.rollback()
+        """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""
+        try:
+            self.replicator.apply(self.replicator.exchange())
+        except BaseException:
+            if not self.replicator.in_flight:
+                self.replicator.rollback()
+            raise
 
     def rollback(self) -> None:
         """Forgets the round; waits for an exchange under way."""

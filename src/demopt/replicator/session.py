@@ -23,7 +23,6 @@ from demopt.exchange.background import Background, SideStream
 from demopt.exchange.dtensor import groups_of_copies, sharded_over, to_local, true_in_all
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import forgotten_world_size, resolve
-from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.route import Route
 from demopt.replicator.wiring import Wiring
 from demopt.validation import first_difference, warn
@@ -45,7 +44,6 @@ class Session:
 
     def __init__(self, process_group: Any, background: bool) -> None:
         self.process_group = process_group
-        self.varying = process_group if isinstance(process_group, VaryingExchange) else None
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
@@ -69,7 +67,7 @@ class Session:
         return self._exchange
 
     @property
-    def has_met(self) -> bool:
+    def has_compared(self) -> bool:
         """Whether a handshake has come, with these ranks."""
         return self._agreed is not None
 
@@ -165,10 +163,10 @@ class Session:
             call = self._side.behind(call, message)
         return self._background.submit(call)
 
-    def land(self, tensors: Iterable[Tensor]) -> None:
+    def receive(self, tensors: Iterable[Tensor]) -> None:
         """Lets this thread's operations read the tensors that a call in the background has made."""
         if self._side is not None:
-            self._side.land(tensors)
+            self._side.receive(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return Session(self.process_group, self._background is not None)  # with the same ranks; groups have no copies

@@ -28,15 +28,7 @@ _NAME_IN_LOCAL = {name: there for there, name in _NAME_HERE.items()}
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What an optimizer's state holds of one parameter: equal on all ranks, one rank's, and its inner optimizer's.
-
-    Examples:
-        >>> saved = SavedParameter.of({"error": 1, "round": 2, "global": 3, "local": 4, "step": 5})
-        >>> saved.shared, saved.own, saved.inner
-        ({'step': 2, 'global': 3}, {'momentum': 1, 'local': 4}, {'step': 5})
-        >>> saved.entry()
-        {'step': 5, 'round': 2, 'global': 3, 'error': 1, 'local': 4}
-    """
+    """What an optimizer's state holds of one parameter: equal on all ranks, one rank's, and its inner optimizer's."""
 
     shared: dict[str, Any]
     own: dict[str, Any]

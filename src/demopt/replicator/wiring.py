@@ -34,11 +34,6 @@ class Options:
 
     `background`: rounds travel while this rank computes. `config_facts` returns other facts that ranks must share, by
     name, as they are now.
-
-    Examples:
-        >>> Options(kernels="cuda").check()
-        Traceback (most recent call last):
-        ValueError: kernels is 'cuda'; choose one of 'auto', 'torch'
     """
 
     route: str = "auto"
@@ -196,10 +191,6 @@ def make_route(
     """Builds the route `name`; returns it and a line that states the reason. ValueError if a setting does not fit.
 
     "auto" takes the one that receives the fewest bytes, of those meant for so many ranks.
-
-    Examples:
-        >>> make_route("auto", [], 0, 1, Workspace())[1]
-        'gather: a rank alone receives nothing'
     """
     mine = list(chunk_groups)
     for chunk_group in mine:

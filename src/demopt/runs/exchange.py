@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -12,31 +11,41 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
-from demopt.replicator.rounds import Moments, Outcome, VaryingExchange, check_message, join_results
+from demopt.replicator.rounds import Moments, VaryingExchange, check_message, join_results
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
 from demopt.runs import log
+from demopt.runs.inbox import (
+    LONGEST,
+    SLACK,
+    Attached,
+    CoveredError,
+    FolderOutcome,
+    ForkedError,
+    Inbox,
+    bytes_of,
+    tensor_of,
+)
 from demopt.runs.key import Keyed
-from demopt.runs.log import Manifest, Message, Record, Seen
-from demopt.runs.reading import Reading
+from demopt.runs.log import Manifest, Message, Record
+from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import Patient, Store, open_store
-from demopt.validation import check_count, check_number, first_difference
+from demopt.runs.weights import FolderRounds
+from demopt.validation import check_count, check_number
 from demopt.version import __version__
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
-    from demopt.runs.weights import FolderRounds
 
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
@@ -46,40 +55,7 @@ _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _TOLD_AFTER = 2.0  # seconds until the user hears of a wait
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
-_SLACK = 1.5  # times the seconds that a worker says it needs
-_LONGEST = 600.0  # seconds that a worker may say, and be waited for
-_MOST_HELLOS = 64  # that are read at one look: a stranger may put many
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
-
-
-class CoveredError(DemoptError):
-    """A round's messages are gone, because a checkpoint covers it: this worker was away for long."""
-
-
-class ForkedError(DemoptError):
-    """The round before is another one in the store than this worker has applied."""
-
-
-@dataclass(frozen=True)
-class Attached:
-    """All of a message but its body, and what its worker knows of the run, as they were when the message was made."""
-
-    message: Message
-    before: Manifest | None  # of the round before
-    since: float  # the time (monotonic) when this worker knew it
-
-
-@dataclass(frozen=True, kw_only=True)
-class FolderOutcome(Outcome):
-    """A round's outcome, its manifest, and this worker's own message; how long it waited for the last workers."""
-
-    manifest: Manifest
-    message: Message  # this worker's own
-    needed: float  # seconds from the round before until the message was put
-    waited: float  # seconds in all
-    waited_for: tuple[str, ...]
-    overlooked: bool  # the author left out this worker's message, although it had been there for a second
-    at: float  # the time (monotonic) when the manifest was known
 
 
 class FolderExchange(VaryingExchange):
@@ -181,9 +157,9 @@ class FolderExchange(VaryingExchange):
         """The row of this worker's message in the last round; None: it was left out."""
         return None if self.last is None else self.last.row
 
-    def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Attached:
+    def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
-        check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
+        log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         _as_json("note", self.note, _MOST_NOTE)
         theirs = self._reading
         if self.total and theirs and theirs.total != self.total:
@@ -191,12 +167,12 @@ class FolderExchange(VaryingExchange):
                 f"the data of {self.worker} has {self.total:,} sequences in all epochs, that of the run in "
                 f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
-        reads = (
-            [len([*takewhile(self._read.__contains__, self._holds)]), self.wanted, self.total] if self.total else None
-        )
+        reads: Reads | None = None
+        if self.total:
+            reads = Reads(len([*takewhile(self._read.__contains__, self._holds)]), self.wanted, self.total)
         message = Message(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self._saw_stop, weights=weights, note=self.note,
+            leaves=self.leaving, stop=self._saw_stop, weights=fingerprint, note=self.note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(message, self.decided, self.since)
@@ -241,12 +217,10 @@ class FolderExchange(VaryingExchange):
     def seconds_needed(self) -> float:
         """The seconds that this worker needs for a round, as it says; twice as many each time that was too few."""
         needed = max(self._needed, default=0.0) * 2.0 ** max(0, self.left_out - 1)
-        return round(min(needed, _LONGEST), 3)
+        return round(min(needed, LONGEST), 3)
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
         """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
-        from demopt.runs.weights import FolderRounds
-
         if self._replicator not in (None, replicator):
             raise ValueError("this FolderExchange belongs to another optimizer; give each optimizer one of its own")
         replicator.require_gather()
@@ -255,7 +229,7 @@ class FolderExchange(VaryingExchange):
 
     # Joining
 
-    def meet(
+    def find_or_start(
         self,
         number: int,
         facts: dict[str, str],
@@ -286,7 +260,7 @@ class FolderExchange(VaryingExchange):
             record = log.put_record(self.store, wanted)
             if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
-        check_facts(record, facts, self.store.address, self.worker)
+        log.check_facts(record, facts, self.store.address, self.worker)
         if number:
             self.decided = log.read_manifest(self.store, record.identity, number - 1)
             if self.decided is None:
@@ -306,9 +280,9 @@ class FolderExchange(VaryingExchange):
         self.since = time.monotonic()
         if ahead is None:
             ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
-        seconds = min(seconds + self.seconds_needed, _LONGEST)
-        if seconds == _LONGEST:
-            self.say(f"this worker needs more than {_LONGEST:.0f} s for a round, and no other waits longer")
+        seconds = min(seconds + self.seconds_needed, LONGEST)
+        if seconds == LONGEST:
+            self.say(f"this worker needs more than {LONGEST:.0f} s for a round, and no other waits longer")
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
 
     # A round
@@ -319,20 +293,21 @@ class FolderExchange(VaryingExchange):
         It changes nothing that a trainer reads, because it may run in the background.
         """
         began, number, before = time.monotonic(), header.round_number, attached.before
-        mine, inbox = replace(attached.message, body=bytes_of(message)), _Inbox(self, wiring, header, attached)
+        mine, inbox = replace(attached.message, body=bytes_of(message)), Inbox(self, wiring, header, attached)
         look, members = partial(log.look, self.store, number), sorted(before.members if before else ())
-        turn = mine.worker not in members or members[number % len(members)] == mine.worker
-        wishes = [self._wish] if turn else []  # to stop the run: members take turns at reading it, and tell the others
+        # Members take turns at reading the wish to stop, and tell the others by their message.
+        reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
         # Nothing is put into a folder without the manifest before, and no long upload is made for a round that is over.
         # Where neither can be, the put goes beside the look. A wish to stop goes into this worker's message, so that
         # whoever reads it among several looks first.
-        in_time = began - attached.since < min(_JUST, _SLACK * mine.seconds + self.late)
-        at_once = in_time and not (wishes and len(members) > 1)
-        puts = [partial(self._put, mine)] if at_once else []
-        seen, _, *found = self._all([look, partial(self._require, before), *puts, *wishes])
-        if wishes:
-            self._saw_stop = found.pop() not in (None, self._old_stop)
-        placed: Message | None = found[0] if found else None
+        in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
+        puts_at_once = in_time and not (reads_wish and len(members) > 1)
+        put = partial(self._put, mine) if puts_at_once else lambda: None
+        read_wish = self._wish if reads_wish else lambda: None
+        placed: Message | None  # this worker's message as it is in the store; None: not yet
+        seen, _, placed, wish = self._all([look, partial(self._require, before), put, read_wish])
+        if reads_wish:
+            self._saw_stop = wish not in (None, self._old_stop)
         put_at, waited_for, first = time.monotonic(), tuple[str, ...](), True  # `first`: it has looked once
         while (manifest := inbox.manifest(seen)) is None:
             if placed is None:
@@ -362,9 +337,10 @@ class FolderExchange(VaryingExchange):
             raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
         # A worker knows its message by the bytes, because another may have its name. One that an earlier attempt has
         # put may have another flag `stop` than it would get now.
-        listed = [sender.digest for sender in manifest.senders]
-        possible = [mine := placed] if placed else [replace(mine, stop=stop) for stop in (False, True)]
-        row = next((listed.index(each) for each in (log.digest(m.packed()) for m in possible) if each in listed), None)
+        mine = placed or mine
+        stops = (mine.stop,) if placed else (False, True)
+        possible = {log.digest(replace(mine, stop=stop).packed()) for stop in stops}
+        row = next((row for row, sender in enumerate(manifest.senders) if sender.digest in possible), None)
         try:
             result = self.messages(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
@@ -535,114 +511,6 @@ class FolderExchange(VaryingExchange):
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
 
 
-class _Inbox:
-    """The messages of an open round that have been read: valid ones, decoded, and refused ones with reasons."""
-
-    def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
-        self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
-        self.valid: dict[str, tuple[Message, str]] = {}
-        self.refused: dict[str, str] = {}
-        self.results: dict[str, Result] = {}  # of valid ones, by digest
-        self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
-        self._others: set[str] = set()  # hellos that are none
-
-    @property
-    def workers(self) -> set[str]:
-        """Whose messages were read."""
-        return {*self.valid, *self.refused}
-
-    def unread(self, seen: Seen) -> tuple[list[str], list[str]] | None:
-        """Returns whose messages and hellos are there and were not read; None if there are none."""
-        hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.message.worker}
-        new = sorted(seen.messages - self.workers), sorted(hellos)[:_MOST_HELLOS] if not seen.decided else []
-        return new if any(new) else None
-
-    def missing(self, seen: Seen) -> tuple[str, ...]:
-        """Returns the expected workers whose messages are not there."""
-        _, unread = self.unread(seen) or ([], [])
-        expected = log.expected(self._attached.before, replace(seen, hellos={*self.hellos, *unread}))
-        return tuple(sorted(expected - self.workers - seen.messages))
-
-    def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
-        """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
-        (new, greeting), number = self.unread(seen) or ([], []), self._header.round_number
-        identity = self._run.record.identity
-        hello = partial(log.read_hello, self._run.store, number, identity)
-        reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
-        reads += [partial(hello, worker) for worker in greeting]
-        found = self._run._all([*reads, *also])
-        for worker, seconds in zip(greeting, found[len(new) :], strict=False):
-            if seconds is None:
-                self._others.add(worker)
-            else:
-                self.hellos[worker] = seconds, time.monotonic()
-        for worker, data in zip(new, found, strict=False):
-            if isinstance(data, str):
-                self.refused[worker] = data
-            elif data is not None:  # deleted since it was listed
-                self._run.received_bytes += len(data)
-                try:
-                    message = log.read_message(log.message_name(number, worker), data, identity, number, worker)
-                except MessageError as error:
-                    self.refused[worker] = str(error)
-                else:
-                    self.add(message, log.digest(data))
-        return found[len(reads) :]
-
-    def manifest(self, seen: Seen) -> Manifest | None:
-        """Returns the round's manifest if it is decided, and reads new messages beside it. A stranger's is none."""
-        if not seen.decided:
-            return None
-        run, number = self._run, self._header.round_number
-        found: Manifest | None = self.fetch(seen, partial(log.read_manifest, run.store, run.record.identity, number))[0]
-        return found
-
-    def add(self, message: Message, digest: str) -> None:
-        """Decodes a message, and refuses it if it cannot take part. `digest`: of its object."""
-        size = self._wiring.route.widths[0]
-        try:
-            if len(message.body) != size:
-                raise MessageError(
-                    f"it has {len(message.body):,} bytes, this layout's have {size:,}: truncated, or another one"
-                )
-            if message.before != log.digest_of(self._attached.before):
-                raise MessageError("it follows another manifest of the round before")
-            mine = self._attached.message
-            if None not in (mine.weights, message.weights) and message.weights != mine.weights:
-                raise MessageError("its weights before the round differ")
-            self.results[digest] = check_message(self._wiring, self._header, tensor_of(message.body))
-        except MessageError as error:
-            self.refused[message.worker] = error.reason
-        else:
-            self.valid[message.worker] = message, digest
-
-    def needs_until(self, worker: str, slack: float = _SLACK) -> float:
-        """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
-        before = self._attached.before
-        seconds, since = self.hellos.get(worker, (0.0, self._attached.since))
-        claimed = before.seconds.get(worker, 0.0) if before else 0.0
-        return max(since + min(slack * seconds, _LONGEST), self._attached.since + min(slack * claimed, _LONGEST))
-
-    def _read(self, worker: str) -> bytes | str | None:
-        """Returns a message, or the reason to refuse it; None if it is gone."""
-        name = log.message_name(self._header.round_number, worker)
-        try:
-            return self._run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)
-        except MessageError as error:
-            return str(error)
-
-
-def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:
-    """Raises SettingsError, naming one, if facts or version of `worker` differ from those of the run."""
-    if record.version != __version__:
-        raise SettingsError(
-            f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
-        )
-    if (differing := first_difference(record.facts, facts)) is not None:
-        name, there, here = differing
-        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}")
-
-
 def _as_json(name: str, value: Any, most: int) -> None:
     """Raises ValueError if a value is not of JSON's types, or takes more than `most` bytes."""
     try:
@@ -651,21 +519,3 @@ def _as_json(name: str, value: Any, most: int) -> None:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     if size > most:
         raise ValueError(f"{name} takes {size:,} bytes as JSON; give at most {most:,}")
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """Returns the bytes of a tensor."""
-    held = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
-
-
-def tensor_of(data: bytes) -> Tensor:
-    """Returns bytes as a tensor, uint8 [n].
-
-    Examples:
-        >>> bytes_of(tensor_of(b"ab"))
-        b'ab'
-    """
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

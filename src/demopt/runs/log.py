@@ -27,10 +27,12 @@ from functools import cached_property, partial
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
-from demopt.errors import ExchangeError, MessageError
+from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.runs.key import ForeignError
-from demopt.runs.reading import Reading, count, reading_of
+from demopt.runs.reading import Reading, Reads, count, reading_of, reads_of
 from demopt.runs.store import Store
+from demopt.validation import first_difference
+from demopt.version import __version__
 
 FORMAT = 3
 MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
@@ -73,7 +75,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Message:
-    """A worker's message in a round. `note` is the user's, such as a loss; `weights`: a fingerprint, if one is due."""
+    """A worker's message in a round. `note` is the user's, such as a loss."""
 
     run: str
     round: int
@@ -81,12 +83,12 @@ class Message:
     samples: int
     leaves: bool  # it is this worker's last message
     stop: bool  # this worker has seen the wish to stop
-    weights: int | None
+    weights: int | None  # their fingerprint before the round, in the rounds that compare it
     note: Any
     before: str  # digest of the manifest of the round before, as this worker knows it
     seconds: float  # that this worker needs from the end of a round until its message is put
     body: bytes = b""
-    reads: list[int] | None = None  # numbers that it has read, wants to hold, and all (`Reading`)
+    reads: Reads | None = None
 
     def packed(self) -> bytes:
         """Returns the object: a line of JSON, then the body."""
@@ -118,7 +120,7 @@ class Manifest:
     seconds: dict[str, float]  # that each member says it needs for a round
     before: str  # digest of the manifest of the round before: manifests are a chain
     stop: bool = False
-    weights: int | None = None
+    weights: int | None = None  # their fingerprint before the round, as the author has it
     at: str = ""  # UTC, by the author's clock, for people to read: nothing depends on it
     reading: Reading | None = None  # who reads which sequences next
 
@@ -212,25 +214,20 @@ def _reading(
     """Returns who reads which sequences next. A silent member keeps what it holds."""
     known = before.reading if before else None
     if known is None and author.reads is not None:
-        known = Reading(author.reads[2])
+        known = Reading(author.reads.total)
     if known is None:
         return None
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
-    wanted |= {worker: said[worker][1] for worker in wanted if worker in said}
-    return known.after({worker: reads[0] for worker, reads in said.items()}, wanted)
+    wanted |= {worker: said[worker].wanted for worker in wanted if worker in said}
+    return known.after({worker: reads.read for worker, reads in said.items()}, wanted)
 
 
 # Reading and writing
 
 
 def folder_of(number: int) -> str:
-    """Returns the folder of a round.
-
-    Examples:
-        >>> folder_of(12)
-        'rounds/00000012'
-    """
+    """Returns the folder of a round."""
     return f"rounds/{number:08d}"
 
 
@@ -314,7 +311,10 @@ def message_name(number: int, worker: str) -> str:
 def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
     """Returns a message with an unchecked body; MessageError if the rest does not fit its name."""
     head, _, body = data.partition(b"\n")
-    message = object_of(Message, name, {**json_of(name, head), "body": body})
+    values = json_of(name, head)
+    if values.get("reads") is not None:
+        values["reads"] = reads_of(name, values["reads"])
+    message = object_of(Message, name, {**values, "body": body})
     for field_name, came, wanted in (
         ("run", message.run, run),
         ("round", message.round, number),
@@ -322,10 +322,6 @@ def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> 
     ):
         if came != wanted:
             raise MessageError(f"{name} is of {field_name} {came}, expected {wanted}")
-    if message.reads is not None and not (
-        len(message.reads) == 3 and all(0 <= each < 1 << 62 for each in message.reads)
-    ):
-        raise MessageError(f"{name} is damaged: reads")
     return message
 
 
@@ -379,6 +375,17 @@ def clear(store: Store, numbers: Iterable[int]) -> None:
 # Checking what others wrote
 
 
+def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:
+    """Raises SettingsError, naming one, if facts or version of `worker` differ from those of the run."""
+    if record.version != __version__:
+        raise SettingsError(
+            f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
+        )
+    if (differing := first_difference(record.facts, facts)) is not None:
+        name, there, here = differing
+        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}")
+
+
 def legible(text: str, most: int) -> str:
     """Returns another's text without what a terminal would obey, cut to `most` letters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
@@ -412,7 +419,7 @@ def shapes_of(name: str, value: Any) -> list[tuple[list[int], str]]:
 def _fits(entry: str, kind: Any, value: Any) -> bool:
     """Whether a value from JSON is of a type, and what it stands for is possible."""
     parts = get_args(kind)
-    if kind is Any or kind is Reading:  # of which `reading_of` has checked all
+    if kind is Any or kind in (Reading, Reads):  # which `reading_of` and `reads_of` have checked
         return True
     if isinstance(kind, UnionType):
         return any(_fits(entry, part, value) for part in parts)

@@ -13,13 +13,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from demopt.errors import MessageError
 
 Span = tuple[int, int]  # first number, and the one after the last
+
+
+class Reads(NamedTuple):
+    """What a message says of its worker's data; a list in the folder."""
+
+    read: int  # how many of the numbers that it holds, from the first one on
+    wanted: int  # how many it wants to hold after the round
+    total: int  # numbers, of all epochs
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,16 @@ def reading_of(name: str, value: Any) -> Reading:
     return found
 
 
-def count(spans: Iterable[Span]) -> int:
-    """Returns how many numbers spans have.
+def reads_of(name: str, value: Any) -> Reads:
+    """Returns what a message says of the data; MessageError if it is damaged."""
+    whole = isinstance(value, list) and len(value) == 3
+    if not whole or not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
+        raise MessageError(f"{name} is damaged: reads")
+    return Reads(*value)
 
-    Examples:
-        >>> count([(0, 4), (6, 7)])
-        5
-    """
+
+def count(spans: Iterable[Span]) -> int:
+    """Returns how many numbers spans have."""
     return sum(last - first for first, last in spans)
 
 

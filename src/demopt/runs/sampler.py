@@ -49,7 +49,7 @@ class RunSampler:
     """
 
     def __init__(self, optimizer: Any, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
-        run = optimizer.replicator.session.varying
+        run = optimizer.replicator.session.process_group
         if not isinstance(run, FolderExchange):
             raise TypeError(
                 "RunSampler asks a run in a folder: give LocalDeMo process_group=demopt.FolderExchange(...)"

@@ -1,51 +1,56 @@
-"""The weights of a run: how a worker joins, takes rounds, checkpoints and catches up; and the replay of a whole run.
+"""The weights of a run: how a worker joins, takes rounds, checkpoints and catches up.
 
 All of a run's weights follow from the first ones, the manifests and the messages that they name, bit for bit: decoding
 is exact, and everybody applies the same list in the same order.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from demopt.errors import DriftError, ExchangeError, MessageError, SettingsError, first_line
+from demopt.errors import DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
-from demopt.replicator.wiring import Options
 from demopt.runs import log
-from demopt.runs.exchange import (
-    Attached,
-    CoveredError,
-    FolderExchange,
-    FolderOutcome,
-    ForkedError,
-    bytes_of,
-    check_facts,
-    tensor_of,
-)
+from demopt.runs.inbox import Attached, CoveredError, FolderOutcome, ForkedError, bytes_of, tensor_of
 from demopt.runs.log import Manifest
-from demopt.runs.store import Store
+
+if TYPE_CHECKING:
+    from demopt.runs.exchange import FolderExchange
 
 _REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
-_MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
+MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
 
 
 class FolderRounds(Rounds):
     """A worker of a run: its rounds move the replicator's parameters, which are the global weights.
+
+    How a worker joins depends on what it brings:
+
+    | it has | it |
+    |---|---|
+    | the first weights | starts the run |
+    | no state | takes the newest checkpoint, then applies the rounds since |
+    | a state | goes on from there, and applies the rounds since |
+    | a state with a message | ends the message's round first: the manifest decides whether it counts |
+    | a state older than its worker's last message | drops what that state had not sent, if the message counts |
+
+    Later it is *behind* after a round that it was left out of, or whose messages are gone: `catch_up`. It is on a
+    *fork* if the store let two manifests of one round win, and the run went on from the other one: `_leave_fork`.
 
     `moments` returns the state of this worker's inner optimizer; checkpoints lend it to workers that join.
     """
@@ -57,18 +62,18 @@ class FolderRounds(Rounds):
         self.run = run
         self.moments = moments
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
-        self._restored: dict[str, Any] = {}  # what a saved state has of the run, until this worker has met it
-        self._former, self._saved_at = "", 0  # the worker that saved the state, until then, and its round
+        self._restored: dict[str, Any] = {}  # what a saved state has of the run, until this worker joins
+        self._former, self._saved_at = "", 0  # the name that the worker had when it saved the state, and its round
         # Own messages: the round, the digest of its manifest, the worker's name, and whether the manifest lists it.
         self._sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
 
     # Joining
 
     @property
-    def have_met(self) -> bool:
+    def has_joined(self) -> bool:
         return self.run.joined
 
-    def meet(self) -> Moments | None:
+    def join(self) -> Moments | None:
         """Starts the run with this worker's weights, or takes those of the run, with moments.
 
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
@@ -85,12 +90,12 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = wiring.facts(), replicator.options.config_facts(), groups
-        started = run.meet(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
+        started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
         if not started:
             self._check_order(groups)
             self._enter()
             self._apply_all_missed()
-            if self._former and self._left_behind():
+            if self._former and self._end_later_message():
                 self._apply_all_missed()
             self._former = ""
             run.stopping = False  # in the rounds before
@@ -116,7 +121,7 @@ class FolderRounds(Rounds):
         return {"run": run.record.identity, "worker": name, "before": before, "message": message}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """ValueError if it is damaged. The worker meets the run again."""
+        """ValueError if it is damaged. The worker joins the run again."""
         message = saved.get("message")
         texts = all(isinstance(saved.get(name, ""), str) for name in ("run", "worker", "before"))
         if not texts or not (message is None or isinstance(message, Tensor)):
@@ -136,39 +141,40 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
         elif restored and restored["before"] != before:
             other = f"round {self._number - 1} is another one in {run.store.address} than in the state"
-            self._heal(ForkedError(f"{other}, and the work that it has sent may be lost"), restored["before"])
+            self._leave_fork(ForkedError(f"{other}, and the work that it has sent may be lost"), restored["before"])
         elif restored.get("message") is not None:
-            self._open = self._round_again(bytes_of(restored["message"]), whole=True)
+            self._open = self._round_of(bytes_of(restored["message"]), in_momentum=True)
         self._restored = {}
-        if self.reopen():
+        if self.is_open:
             self.apply()
 
-    def _left_behind(self) -> bool:
-        """Ends the open round if the worker that saved the state has sent a message for it since; whether it has."""
-        most = self.replicator.message_bytes + log.MOST_ENVELOPE
+    def _end_later_message(self) -> bool:
+        """Ends the open round if the worker has sent a message for it after it saved the state; whether it has."""
+        number, most = self._number, self.replicator.message_bytes + log.MOST_ENVELOPE
         try:
-            data = self.run.store.get(log.message_name(self._number, self._former), most)
+            data = self.run.store.get(log.message_name(number, self._former), most)
             if data is None:
                 return False
-            self._open = self._round_again(data, whole=False)
+            self._open = self._round_of(data, in_momentum=False)
         except MessageError:  # it counts for nobody
             return False
-        self.reopen()
         self.apply()
+        if self.run.last is not None and self.run.last.manifest.round == number:
+            self._drop_unsent(self.run.last.manifest)
         return True
 
-    def _round_again(self, data: bytes, whole: bool) -> Round:
-        """Returns the round of a message that was made before a restart."""
+    def _round_of(self, data: bytes, in_momentum: bool) -> Round:
+        """Returns the round of a message that was made before a restart; whether the error still has its content."""
         run = self.run
         message = log.read_message("the saved message", data, run.record.identity, self._number, self._former)
         attached = Attached(replace(message, body=b""), run.decided, time.monotonic())
-        return self.replicator.round_again(tensor_of(message.body), attached, whole)
+        return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
 
-    def _drop(self, manifest: Manifest) -> None:
+    def _drop_unsent(self, manifest: Manifest) -> None:
         """Drops what a state has not sent, if a later message of its worker counts: it was in that one."""
         if self._former in [sender.worker for sender in manifest.senders] and manifest.round >= self._saved_at:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
-            self.replicator.forget()
+            self.replicator.clear_momentum()
             self.keeps_steps, self._former = False, ""
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
@@ -192,7 +198,7 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
+        log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         self._load_newest(least=0)
         self._apply_all_missed()
         return self._number
@@ -200,8 +206,8 @@ class FolderRounds(Rounds):
     def resync(self, src: int) -> None:
         """Takes the newest weights of the run; no rank is special."""
         del src
-        if not self.have_met:
-            self.meet()
+        if not self.has_joined:
+            self.join()
         self._load_newest(least=0)
         self.is_behind = True
         self.catch_up()
@@ -210,7 +216,7 @@ class FolderRounds(Rounds):
 
     @property
     def is_open(self) -> bool:
-        return self._open is not None
+        return self._open is not None or self.replicator.in_flight
 
     def apply(self) -> None:
         """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
@@ -218,7 +224,10 @@ class FolderRounds(Rounds):
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. The last sender to
         leave a run writes one, too.
         """
-        replicator, current = self.replicator, self.replicator.round
+        replicator = self.replicator
+        if self._open is not None:
+            replicator.round, self._open = self._open, None
+        current = replicator.round
         try:
             replicator.apply(replicator.exchange())
         except CoveredError:  # the weights of a checkpoint, which `catch_up` takes, include the round
@@ -228,7 +237,7 @@ class FolderRounds(Rounds):
             raise
         except ForkedError as error:
             replicator.rollback()
-            self._heal(error, log.digest_of(self.run.decided))
+            self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True
             return
         except BaseException:
@@ -244,18 +253,11 @@ class FolderRounds(Rounds):
         self.is_behind = not listed or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
-        if listed and not current.data:
-            self._drop(manifest)
-
-    def reopen(self) -> bool:
-        if self._open is None:
-            return self.replicator.in_flight
-        self.replicator.round, self._open = self._open, None
-        return True
 
     def rollback(self) -> None:
         """Forgets the round, unless its message may be in a manifest."""
-        self.abandon()
+        if not self.replicator.in_flight:
+            self.replicator.rollback()
 
     @property
     def repeats(self) -> bool:
@@ -314,12 +316,12 @@ class FolderRounds(Rounds):
                 self._load_newest(least=manifest.round + 1)
                 for number in range(manifest.round, self._number) if self._former else ():
                     if missed := log.read_manifest(run.store, run.record.identity, number):
-                        self._drop(missed)
+                        self._drop_unsent(missed)
             except ForkedError as error:
-                self._heal(error, log.digest_of(run.decided))
+                self._leave_fork(error, log.digest_of(run.decided))
             else:
                 run.follow(manifest)
-                self._drop(manifest)
+                self._drop_unsent(manifest)
                 rounds += 1
                 if rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)
@@ -334,7 +336,7 @@ class FolderRounds(Rounds):
             ahead *= 2
         run.hello(self._number, ahead, seconds * ahead)
 
-    def _heal(self, error: ForkedError, applied: str) -> None:
+    def _leave_fork(self, error: ForkedError, applied: str) -> None:
         """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
 
         A store that let two manifests of one round win has made two runs, which part here: the one that is there now
@@ -348,11 +350,11 @@ class FolderRounds(Rounds):
         if (after.before if after else before.digest) == applied:
             return  # the others, too, go on from what this worker has
         run.say(f"{error}; going back to a checkpoint")
-        self._settle()
+        self._recount_own()
         # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
         self._load_newest(least=0 if after is None or after.before == before.digest else number + 1)
 
-    def _settle(self) -> None:
+    def _recount_own(self) -> None:
         """Makes the error hold all own messages that do not count, after manifests that were applied turned out others.
 
         Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
@@ -377,7 +379,7 @@ class FolderRounds(Rounds):
             if sent is None or truth != now.digest:
                 unknown.insert(0, str(number + 1))
             else:
-                self.replicator.take_back(tensor_of(sent.body), applied=worker in names)
+                self.replicator.recount(tensor_of(sent.body), applied=worker in names)
         if unknown:
             run.say(f"this worker's messages of rounds {', '.join(unknown)} are lost or count twice: they are gone")
 
@@ -389,11 +391,12 @@ class FolderRounds(Rounds):
         return run.wait_for(partial(read, number - 1), gone), read(number)
 
     def _take_turn(self, outcome: FolderOutcome) -> None:
-        """Writes a checkpoint if it is this worker's turn."""
+        """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one."""
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
         senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
-        ends = outcome.message.leaves or self.run.stopping
-        if (ends and not outcome.row) or (not rest and outcome.row == turn % senders):
+        has_turn = rest == 0 and outcome.row == turn % senders
+        leaves = outcome.message.leaves or self.run.stopping
+        if has_turn or (leaves and outcome.row in (None, 0)):
             self.save()
 
     # Checkpoints
@@ -409,7 +412,7 @@ class FolderRounds(Rounds):
         lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*moments]}, [*moments.values()])
 
         def write() -> None:
-            before = [each for each in log.checkpoints(run.store) if each < number]
+            older = [each for each in log.checkpoints(run.store) if 0 < each < number]
             name = log.checkpoint_name(run.record, number)
             if number and run.store.put_if_absent(name, data):
                 run.sent_bytes += len(data)
@@ -418,10 +421,11 @@ class FolderRounds(Rounds):
             elif number and run.store.read(name, len(data), bytes) != data:
                 raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
             try:
-                run.store.delete(log.moments_name(each) for each in before[:-1] if each)
-                if not run.record.keep_log and len(before) > 1:  # a slow worker may still read since the one before
-                    log.clear(run.store, range(before[len(before) > 2], before[-1]))
-                    run.store.delete(log.checkpoint_name(run.record, each) for each in before[:-1] if each)
+                run.store.delete(map(log.moments_name, older[:-1]))
+                if not run.record.keep_log and older:  # a slow worker may still read what came after `older[-1]`
+                    cleared = older[0] if len(older) > 1 else 0  # up to there, when `older[-1]` was written
+                    log.clear(run.store, range(cleared, older[-1]))
+                    run.store.delete(log.checkpoint_name(run.record, each) for each in older[:-1])
             except ExchangeError as error:
                 run.say(f"what is old was not deleted, training goes on: {error}")
 
@@ -432,7 +436,7 @@ class FolderRounds(Rounds):
         """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
         run, tensors = self.run, self.replicator.wiring().replicated_tensors()
         name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
-        data = run.store.get(name, size + _MOST_HEAD)
+        data = run.store.get(name, size + MOST_HEAD)
         if data is None:
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
@@ -460,7 +464,7 @@ class FolderRounds(Rounds):
         name, tensors = log.moments_name(listed[-1]), self.replicator.wiring().replicated_tensors()
         size = sum(tensor.nbytes for tensor in tensors)
         try:
-            data = run.store.get(name, _MOST_MOMENTS * size + _MOST_HEAD) or b""  # deleted since, for a newer one
+            data = run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD) or b""  # deleted since, for a newer one
             run.received_bytes += len(data)
             head, found = _split(name, data)
             names = head.get("names")
@@ -535,52 +539,6 @@ def weights_digest(replicator: Replicator) -> str:
     for tensor in replicator.parameters:
         digest.update(bytes_of(to_local(tensor)))
     return digest.hexdigest()
-
-
-def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
-    """Computes a run's weights again, from the first ones and every message; yields each round with their SHA-256.
-
-    MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
-    """
-    run = FolderExchange(address, key=key)
-    record = run.find_run()
-    replicator = replicator_of(record, run)
-    rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
-    rounds.load(0)
-    while (manifest := rounds.next_manifest()) is not None:
-        if manifest.before != log.digest_of(run.decided):
-            raise MessageError(f"the manifest of round {manifest.round} follows another one of the round before")
-        rounds.apply_missed(manifest)
-        run.follow(manifest)
-        if manifest.round + 1 in saved:
-            name = log.checkpoint_name(record, manifest.round + 1)
-            data = checkpoint_of(replicator, record.identity, manifest.digest)
-            if run.store.get(name, len(data)) != data:
-                raise MessageError(f"{name} does not follow from the messages before it")
-        yield manifest, weights_digest(replicator)
-    most = sum(tensor.nbytes for tensor in replicator.wiring().replicated_tensors()) + _MOST_HEAD
-    for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > rounds._number):
-        with suppress(MessageError):  # a stranger's
-            if run.store.get(name, most):
-                raise ExchangeError(f"{name} is there, and the manifest of round {rounds._number} is gone")
-
-
-def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
-    """Returns a replicator with the run's settings and shapes, over zeros."""
-    groups = []
-    try:
-        for group in record.groups:
-            settings = {name: value for name, value in group.items() if name != "parameters"}
-            shapes = log.shapes_of(log.RECORD, group.get("parameters"))
-            parameters = [
-                Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")) for shape, dtype in shapes
-            ]
-            groups.append({**settings, "params": parameters})
-        facts = tuple((name, text) for name, text in record.config_facts)
-        return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
-        told = f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
-        raise MessageError(told) from error
 
 
 def _shapes(tensors: list[Tensor]) -> list[list[Any]]:

@@ -97,12 +97,7 @@ class Screen(ExitStack):
 
 
 def fitting(fields: list[str], width: int) -> str:
-    """Joins as many fields as fit into `width` letters, the first ones.
-
-    Examples:
-        >>> fitting(["step 1/12", "loss 5.5", "19k tok/s"], 20)
-        'step 1/12  loss 5.5'
-    """
+    """Joins as many fields as fit into `width` letters, the first ones."""
     while len("  ".join(fields)) > width and len(fields) > 1:
         fields = fields[:-1]
     return "  ".join(fields)

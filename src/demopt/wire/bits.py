@@ -56,10 +56,6 @@ def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
     """Joins the planes of each section, bytes (uint8) or bits (bool), to uint8 [n]; in a section bits come first.
 
     The bits of all sections are packed at once.
-
-    Examples:
-        >>> pack_sections([[torch.tensor([True, False, True]), torch.tensor([7], dtype=torch.uint8)]])
-        [tensor([5, 7], dtype=torch.uint8)]
     """
     bits = [[plane for plane in planes if plane.dtype == torch.bool] for planes in sections]
     sizes = [sum(packed_bytes(plane.numel(), 1) for plane in planes) for planes in bits]

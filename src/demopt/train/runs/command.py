@@ -109,8 +109,8 @@ def export(
 
 def replay(address: Address, key_file: KeyFile = None) -> int:
     """Compute a run's weights again from the first ones and every message, bit for bit (needs --keep-log)."""
-    from demopt.runs.exchange import CoveredError
-    from demopt.runs.weights import replay as rounds
+    from demopt.runs.inbox import CoveredError
+    from demopt.runs.replay import replay as rounds
 
     last = None
     open_run(address, key_file)

@@ -18,7 +18,8 @@ from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
-from demopt.runs.exchange import FolderExchange, FolderOutcome
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.inbox import FolderOutcome
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.state import unmarked

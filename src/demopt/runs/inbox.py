@@ -1,0 +1,168 @@
+"""The messages of an open round in a folder, as they come; and a round's outcome."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from demopt.errors import DemoptError, MessageError
+from demopt.replicator.rounds import Outcome, check_message
+from demopt.replicator.route import Result
+from demopt.replicator.wiring import Wiring
+from demopt.runs import log
+from demopt.runs.log import Manifest, Message, Seen
+from demopt.wire.message import Header
+
+if TYPE_CHECKING:
+    from demopt.runs.exchange import FolderExchange
+
+SLACK = 1.5  # times the seconds that a worker says it needs
+LONGEST = 600.0  # seconds that a worker may say, and be waited for
+_MOST_HELLOS = 64  # that are read at one look: a stranger may put many
+
+
+class CoveredError(DemoptError):
+    """A round's messages are gone, because a checkpoint covers it: this worker was away for long."""
+
+
+class ForkedError(DemoptError):
+    """The round before is another one in the store than this worker has applied."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """All of a message but its body, and what its worker knows of the run, as they were when the message was made."""
+
+    message: Message
+    before: Manifest | None  # of the round before
+    since: float  # the time (monotonic) when this worker knew it
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderOutcome(Outcome):
+    """A round's outcome, its manifest, and this worker's own message; how long it waited for the last workers."""
+
+    manifest: Manifest
+    message: Message  # this worker's own
+    needed: float  # seconds from the round before until the message was put
+    waited: float  # seconds in all
+    waited_for: tuple[str, ...]
+    overlooked: bool  # the author left out this worker's message, although it had been there for a second
+    at: float  # the time (monotonic) when the manifest was known
+
+
+class Inbox:
+    """The messages of an open round that have been read: valid ones, decoded, and refused ones with reasons."""
+
+    def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
+        self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
+        self.valid: dict[str, tuple[Message, str]] = {}
+        self.refused: dict[str, str] = {}
+        self.results: dict[str, Result] = {}  # of valid ones, by digest
+        self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
+        self._others: set[str] = set()  # hellos that are none
+
+    @property
+    def workers(self) -> set[str]:
+        """Whose messages were read."""
+        return {*self.valid, *self.refused}
+
+    def unread(self, seen: Seen) -> tuple[list[str], list[str]] | None:
+        """Returns whose messages and hellos are there and were not read; None if there are none."""
+        hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.message.worker}
+        new = sorted(seen.messages - self.workers), sorted(hellos)[:_MOST_HELLOS] if not seen.decided else []
+        return new if any(new) else None
+
+    def missing(self, seen: Seen) -> tuple[str, ...]:
+        """Returns the expected workers whose messages are not there."""
+        _, unread = self.unread(seen) or ([], [])
+        expected = log.expected(self._attached.before, replace(seen, hellos={*self.hellos, *unread}))
+        return tuple(sorted(expected - self.workers - seen.messages))
+
+    def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
+        """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
+        (new, greeting), number = self.unread(seen) or ([], []), self._header.round_number
+        identity = self._run.record.identity
+        hello = partial(log.read_hello, self._run.store, number, identity)
+        reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
+        reads += [partial(hello, worker) for worker in greeting]
+        found = self._run._all([*reads, *also])
+        for worker, seconds in zip(greeting, found[len(new) :], strict=False):
+            if seconds is None:
+                self._others.add(worker)
+            else:
+                self.hellos[worker] = seconds, time.monotonic()
+        for worker, data in zip(new, found, strict=False):
+            if isinstance(data, str):
+                self.refused[worker] = data
+            elif data is not None:  # deleted since it was listed
+                self._run.received_bytes += len(data)
+                try:
+                    message = log.read_message(log.message_name(number, worker), data, identity, number, worker)
+                except MessageError as error:
+                    self.refused[worker] = str(error)
+                else:
+                    self.add(message, log.digest(data))
+        return found[len(reads) :]
+
+    def manifest(self, seen: Seen) -> Manifest | None:
+        """Returns the round's manifest if it is decided, and reads new messages beside it. A stranger's is none."""
+        if not seen.decided:
+            return None
+        run, number = self._run, self._header.round_number
+        found: Manifest | None = self.fetch(seen, partial(log.read_manifest, run.store, run.record.identity, number))[0]
+        return found
+
+    def add(self, message: Message, digest: str) -> None:
+        """Decodes a message, and refuses it if it cannot take part. `digest`: of its object."""
+        size = self._wiring.route.widths[0]
+        try:
+            if len(message.body) != size:
+                raise MessageError(
+                    f"it has {len(message.body):,} bytes, this layout's have {size:,}: truncated, or another one"
+                )
+            if message.before != log.digest_of(self._attached.before):
+                raise MessageError("it follows another manifest of the round before")
+            mine = self._attached.message
+            if None not in (mine.weights, message.weights) and message.weights != mine.weights:
+                raise MessageError("its weights before the round differ")
+            self.results[digest] = check_message(self._wiring, self._header, tensor_of(message.body))
+        except MessageError as error:
+            self.refused[message.worker] = error.reason
+        else:
+            self.valid[message.worker] = message, digest
+
+    def needs_until(self, worker: str, slack: float = SLACK) -> float:
+        """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
+        before = self._attached.before
+        seconds, since = self.hellos.get(worker, (0.0, self._attached.since))
+        claimed = before.seconds.get(worker, 0.0) if before else 0.0
+        return max(since + min(slack * seconds, LONGEST), self._attached.since + min(slack * claimed, LONGEST))
+
+    def _read(self, worker: str) -> bytes | str | None:
+        """Returns a message, or the reason to refuse it; None if it is gone."""
+        name = log.message_name(self._header.round_number, worker)
+        try:
+            return self._run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)
+        except MessageError as error:
+            return str(error)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Returns the bytes of a tensor."""
+    held = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
+
+
+def tensor_of(data: bytes) -> Tensor:
+    """Returns bytes as a tensor, uint8 [n]."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

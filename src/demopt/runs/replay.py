@@ -1,0 +1,62 @@
+"""The replay: a run's weights, computed again from its log."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch.nn import Parameter
+
+from demopt.errors import ExchangeError, MessageError, first_line
+from demopt.replicator.replicator import Replicator
+from demopt.replicator.wiring import Options
+from demopt.runs import log
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.log import Manifest
+from demopt.runs.store import Store
+from demopt.runs.weights import MOST_HEAD, FolderRounds, checkpoint_of, weights_digest
+
+
+def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
+    """Computes a run's weights again, from the first ones and every message; yields each round with their SHA-256.
+
+    MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
+    """
+    run = FolderExchange(address, key=key)  # reads as a worker does, and joins nothing
+    record = run.find_run()
+    replicator = replicator_of(record, run)
+    rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
+    rounds.load(0)
+    while (manifest := rounds.next_manifest()) is not None:
+        if manifest.before != log.digest_of(run.decided):
+            raise MessageError(f"the manifest of round {manifest.round} follows another one of the round before")
+        rounds.apply_missed(manifest)
+        run.follow(manifest)
+        if manifest.round + 1 in saved:
+            name = log.checkpoint_name(record, manifest.round + 1)
+            data = checkpoint_of(replicator, record.identity, manifest.digest)
+            if run.store.get(name, len(data)) != data:
+                raise MessageError(f"{name} does not follow from the messages before it")
+        yield manifest, weights_digest(replicator)
+    most = sum(tensor.nbytes for tensor in replicator.wiring().replicated_tensors()) + MOST_HEAD
+    for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > replicator.round_number):
+        with suppress(MessageError):  # a stranger's
+            if run.store.get(name, most):
+                raise ExchangeError(f"{name} is there, and the manifest of round {replicator.round_number} is gone")
+
+
+def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
+    """Returns a replicator with the run's settings and shapes, over zeros."""
+    groups = []
+    try:
+        for group in record.groups:
+            settings = {name: value for name, value in group.items() if name != "parameters"}
+            shapes = log.shapes_of(log.RECORD, group.get("parameters"))
+            parameters = [
+                Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")) for shape, dtype in shapes
+            ]
+            groups.append({**settings, "params": parameters})
+        facts = tuple((name, text) for name, text in record.config_facts)
+        return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
+        told = f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
+        raise MessageError(told) from error
