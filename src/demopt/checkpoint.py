@@ -4,8 +4,11 @@
     dcp.save(state, checkpoint_id=path)  # or dcp.async_save
     dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner())  # among any number of ranks; runs no code
 
+DCP loads by name, in the order of the alphabet: "model" before "optimizer", which puts a rank's local weights into it.
+
 Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is rank 1's state of parameter 2. The shard
 is the process's of the parameters that are sharded inside a node (FSDP2), one number for each way to shard them.
+"folder" is what a worker of a run in a folder knows of it.
 """
 
 import io
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
+from demopt.replicator.rounds import VaryingExchange
 from demopt.state import StateDict, among, overlaps, own_part
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
@@ -63,6 +67,8 @@ class OptimizerState:
         found = {"world_size": world_size, "param_groups": state["param_groups"]}
         for number in range(len(parameters)):
             found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}))
+        if isinstance(self._optimizer.replicator.session.process_group, VaryingExchange):
+            found["folder"] = _Entry(state.get("folder", {}))
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -74,7 +80,7 @@ class OptimizerState:
             if not (match := _KEY.fullmatch(key)) or entry is None:  # None: a key that the checkpoint does not have
                 continue
             state = states.setdefault(int(match[2]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            saved = vars(entry) if isinstance(entry, _Entry) else entry  # files of early 0.3.0 hold the class itself
+            saved = _held(entry)
             if saved["values"]:
                 parameter, sharded = parameters[int(match[4])], saved["sharded"]
                 state["state"][int(match[4])] = {
@@ -89,7 +95,8 @@ class OptimizerState:
                 f"{before} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
-        self._optimizer.load_state_dict(among(states, rank, world_size, before))
+        folder = {"folder": _held(state_dict["folder"])["values"]} if "folder" in state_dict else {}
+        self._optimizer.load_state_dict({**among(states, rank, world_size, before), **folder})
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -125,6 +132,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.mappings[f"{place}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             if before and key not in saved:  # DCP would refuse a key that is not there
                 del self.state_dict[key]
+        for key, entry in list(self.state_dict.items()):
+            if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:  # of an earlier demopt
+                del self.state_dict[key]
+                entry.values = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""
@@ -194,6 +205,10 @@ _OTHER_RECORDS = {
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the folder that was written to, on any system
     ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
 }
+
+
+def _held(entry: Any) -> Mapping[str, Any]:
+    return vars(entry) if isinstance(entry, _Entry) else entry  # files of early 0.3.0 hold the class itself
 
 
 class _Entry:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from stores import Through
 from test_folder_exchange import Counter, Worker, applied, joined
 
+from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
@@ -102,6 +104,18 @@ def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any
         again.optimizer._weights.global_of.values(), again.model.parameters(), strict=True
     )]  # fmt: skip
     assert all(moved), "the unsent step stays local"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
+def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store: Any, tmp_path: Any) -> None:
+    first, again = Worker(store, 0), Worker(store, 1)
+    first.round()
+    dcp.save({"optimizer": OptimizerState(first.optimizer)}, checkpoint_id=tmp_path)
+    planner, state = LoadPlanner(), {"optimizer": OptimizerState(again.optimizer)}
+    dcp.load(state, storage_reader=Reader(tmp_path), planner=planner)
+    known = again.optimizer.own_state_dict()["folder"]
+    assert known == first.optimizer.own_state_dict()["folder"]
+    assert known["worker"] == "w0"
 
 
 def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:

@@ -28,7 +28,7 @@ from demopt.train.out import sync
 from demopt.train.team import Team
 
 KEEP = 2
-RECORD = "run.json"
+RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def newest(folder: Path) -> Path | None:
 def read(path: Path) -> Saved:
     """Reads the record of the checkpoint at `path`."""
     try:
-        found = Saved(**json.loads((path / RECORD).read_text(encoding="utf-8")))
+        found = Saved(**json.loads((path / RUN).read_text(encoding="utf-8")))
         return Saved(int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens))
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(path, error) from None
@@ -83,8 +83,8 @@ def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Op
         for leftover in {*folder.glob("step-*")}.difference(whole(folder)):  # of an interrupted save or deletion
             shutil.rmtree(leftover)
         target.mkdir(parents=True)
-        (target / RECORD).write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
-        sync(target / RECORD)
+        (target / RUN).write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
+        sync(target / RUN)
     team.barrier()
     try:
         save_state(_state(model, optimizer), checkpoint_id=target)
@@ -118,7 +118,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns a run's state for DCP, which saves values with equal keys once; without the model's frozen parameters."""
+    """Returns a run's state for DCP, which saves values with equal keys once; without the model's frozen parameters.
+
+    DCP loads tensors in place, and then calls `OptimizerState`: it puts this rank's local weights over the global ones.
+    """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     weights = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
     if isinstance(optimizer, DeMo | LocalDeMo):

@@ -24,7 +24,7 @@ Given = dict[str, Any]
 
 # In --out: the record of all settings, the state of a worker that has left a run in a folder, and checkpoints, of which
 # those are whole that have the file that torch.distributed.checkpoint writes last.
-RECORD, STATE, CHECKPOINTS, WHOLE = "config.json", "state.pt", "checkpoints", "step-*/.metadata"
+CONFIG, STATE, CHECKPOINTS, WHOLE = "config.json", "state.pt", "checkpoints", "step-*/.metadata"
 
 
 class InputError(ValueError):
@@ -266,9 +266,9 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     if settings.get("resume_auto"):
         settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / STATE).exists() else "overwrite"] = True
     if settings.get("resume"):
-        if not (out / RECORD).exists():
+        if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
-        settings = {**read_file(out / RECORD), **settings}
+        settings = {**read_file(out / CONFIG), **settings}
     config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
         if config.model and name in {"preset", "vocab_size", *SHAPE}:

@@ -62,8 +62,8 @@ class Steps(Protocol):
     def draw(self) -> Windows:
         """Returns the windows of this worker's next step; none if the run is over."""
 
-    def take(self, rows: list[Row], seconds: float, pause: bool) -> bool:
-        """Takes the optimizer's step, and completes the rows that are not reported yet; whether they can be, now.
+    def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
+        """Takes the optimizer's step; returns whether the rows, which are not reported yet, are complete and can be.
 
         `seconds`: the gradient's. `pause`: the model is evaluated or saved next, so no round may stay in flight.
         """
@@ -176,7 +176,7 @@ def train_steps(training: Training, steps: Steps) -> None:
         computing = time.perf_counter() - computing
         rows.append({"step": step, "loss": loss, "lr": lr})
         pause = step % config.eval_every == 0 or step % config.save_every == 0 or steps.ended
-        complete = steps.take(rows, computing, pause)
+        complete = steps.take_step(rows, computing, pause)
         if steps.part is not None and config.epochs:
             rows[-1]["epoch"] = steps.part * config.epochs
         rows[-1] |= {"tokens": steps.tokens, "step_seconds": time.perf_counter() - began}

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from demopt.errors import DemoptError, first_line
-from demopt.train.config import CHECKPOINTS, RECORD, STATE, InputError, TrainConfig
+from demopt.train.config import CHECKPOINTS, CONFIG, STATE, InputError, TrainConfig
 
 Row = dict[str, Any]  # the metrics of a step
 
@@ -24,7 +24,7 @@ class OutFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / RECORD
+        self.config = root / CONFIG
         self.metrics = root / "metrics.jsonl"  # one JSON object per step
         self.checkpoints = root / CHECKPOINTS  # the last two
         self.model = root / "model"  # the trained model, in transformers' format

@@ -77,7 +77,7 @@ class Connected:
         self._sequences, self.tokens = ends[rank + 1] - ends[rank], self.tokens + ends[-1] * tokens
         return [batch(train, config, self.number, rank, *each) for each in enumerate(passes(config, self._sequences))]
 
-    def take(self, rows: list[Row], seconds: float, pause: bool) -> bool:
+    def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
         config, method, optimizer = self.config, self.training.method, self.training.method.optimizer
         self.sizes.measured(self._sequences, seconds)

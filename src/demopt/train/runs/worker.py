@@ -98,7 +98,7 @@ def train_in_folder(config: TrainConfig) -> int:
         more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
         more += ["--model", config.model] if config.model and found and config.model != found.settings["model"] else []
         again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
-        print(f"{cause} after {config.of_steps(worker.done)}, saved; go on with: {again}", file=sys.stderr)
+        print(f"{cause} after {config.of_steps(worker.steps_done)}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
 
@@ -141,9 +141,9 @@ class Worker:
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         self.stream, self.drawn = int(run.worker.rpartition("-")[2], 16), 0
-        self.number = 0
+        self.number = 0  # the step that was drawn last
         self.tokens = 0  # of all workers, in the rounds that this one has seen
-        self._step_sequences = 0
+        self._step_sequences = 0  # of that step
         self._sequences = 0  # in no message yet, or in one that was left out
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
@@ -153,8 +153,8 @@ class Worker:
         self.report: Report
 
     @property
-    def done(self) -> int:
-        """The steps that are done: rounds, which all workers share, and local steps since."""
+    def steps_done(self) -> int:
+        """The run's steps: those of its rounds, whoever took them, and this worker's local ones since."""
         rounds = self._rounds + self.optimizer.replicator.in_flight
         steps = rounds * self.config.sync_every + self.optimizer.local_steps
         return min(self.config.steps, steps) if self.config.steps else steps
@@ -166,7 +166,7 @@ class Worker:
     @property
     def ended(self) -> bool:
         """Whether the run has all its steps, or its manifests have all its sequences."""
-        return self.run.all_read if self.run.total else max(self.number, self.done) == self.config.steps
+        return self.run.all_read if self.run.total else max(self.number, self.steps_done) == self.config.steps
 
     @property
     def part(self) -> float | None:
@@ -182,7 +182,7 @@ class Worker:
         self._want()
         self.optimizer.join()
         out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
-        begun = self.number = self.done
+        begun = self.number = self.steps_done
         with ExitStack() as held:
             with out.writing():
                 self.report = report = held.enter_context(Report(out, config, begun, True))
@@ -219,7 +219,7 @@ class Worker:
         """Returns the windows of the next step; none if the run is over. Without any to read, it sends for some."""
         config, run, train = self.config, self.run, self.corpus.train
         while not (self.ended or run.stopping or run.leaving):
-            size, self.number = self.sizes.of(run.worker), self.done + 1
+            size, self.number = self.sizes.of(run.worker), self.steps_done + 1
             if not run.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
@@ -239,20 +239,21 @@ class Worker:
                 self._finish_round(math.nan)
         return []
 
-    def take(self, rows: list[Row], seconds: float, pause: bool) -> bool:
+    def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes a local step, and finishes the round if it is due or nothing is left to read."""
         run, row = self.run, rows[-1]
         self._sequences += self._step_sequences
         run.leaving = self.stopping() or self.number == self.config.steps
         self.optimizer.local_step()
         self.sizes.measured(self._step_sequences, seconds)
-        through = bool(run.total) and not run.held
-        if run.leaving or through or self.optimizer.due:
+        has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
+        if run.leaving or has_read_all or self.optimizer.due:
             self._finish_round(row["loss"])
         stats, heard = self.optimizer.stats, self._heard
         row |= {"batch": self._step_sequences, **cost_of([stats], sum(stats.seconds.values())), **heard}
         self._heard = {}
-        return pause or not through or self.ended  # what this worker read last may be before the end
+        # Whether this was the last step is not known yet if the next round gives nothing more: then its row waits.
+        return pause or self.ended or not has_read_all
 
     def after_report(self, row: Row) -> None:
         """Keeps the validation loss for the next messages."""
