@@ -340,14 +340,7 @@ def _loaded(rank: int, data: bytearray) -> StateDict:
 
 
 def overlaps(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
-    """Returns which of `before` old ranks a rank of `world_size` takes over from, with weights whose sum is 1.
-
-    Examples:
-        >>> overlaps(0, 2, before=4), overlaps(3, 4, before=2)
-        ({0: Fraction(1, 2), 1: Fraction(1, 2)}, {1: Fraction(1, 1)})
-        >>> overlaps(1, 2, before=3)
-        {1: Fraction(1, 3), 2: Fraction(2, 3)}
-    """
+    """Returns which of `before` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
     found = {}
     for old in range(rank * before // world_size, before):
         low = max(Fraction(rank, world_size), Fraction(old, before))

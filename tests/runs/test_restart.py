@@ -169,7 +169,7 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
     gone, running, joining, observing, replaying, status, monkeypatch
 ):
     """By a worker, a joiner, an observer (export), the replay, and the status; None: it goes on."""
-    monkeypatch.setattr(runs, "FolderExchange", functools.partial(FolderExchange, patience=0.0))
+    monkeypatch.setattr("demopt.runs.replay.FolderExchange", functools.partial(FolderExchange, patience=0.0))
     store = ObjectStore()
     first, joiner, observer = (Worker(store, seed, checkpoint_every=2, keep_log=True) for seed in range(3))
     for _ in range(4):

@@ -7,7 +7,6 @@ import time
 
 import obstore
 import pytest
-import stores
 import torch
 from stores import Through
 from test_folder_exchange import SETTINGS, Counter, Worker, applied, joined, replayed
@@ -17,7 +16,7 @@ from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.replay import replay
-from demopt.runs.store import ObjectStore, Store, StoreError
+from demopt.runs.store import ObjectStore, Store
 
 
 @pytest.mark.parametrize(
@@ -131,21 +130,6 @@ def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(s
     assert (first.rounds, first.digest) == (1, second.digest)
     assert [sender.worker for sender in first.run.decided.senders] == ["w0", "w1"]
     assert first.run.row == 0
-
-
-def test_message_of_an_unanswered_put_is_found_again_and_not_sent_twice(store):
-    """503 after it was done: the second attempt finds the first one's object, and its bytes are ours."""
-    failing = [True]
-
-    def fail(call: str) -> None:
-        if call == "put_if_absent" and failing and worker.run.joined:
-            failing.clear()
-            raise StoreError("503 Slow Down")
-
-    worker = Worker(stores.Wrapped(store, lambda _: None, fail), 0)
-    worker.run._patient.patience = 60.0
-    worker.round()
-    assert (worker.rounds, worker.run.row, worker.run.worker) == (1, 0, "w0")
 
 
 def test_second_worker_of_one_name_sends_under_another(store):

@@ -122,11 +122,6 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
 
 
 def exchanged_bytes(calls: Sequence[Call], workers: int) -> float:
-    """Returns the bytes that a rank sends in collectives, and receives: all_gather and all_reduce go in a ring.
-
-    Examples:
-        >>> [exchanged_bytes([Call(kind, 1000)], workers=4) for kind in ("all_gather", "all_to_all", "all_reduce")]
-        [3000.0, 750.0, 1500.0]
-    """
+    """Returns the bytes that a rank sends in collectives, and receives: all_gather and all_reduce go in a ring."""
     parts = {"all_gather": workers, "all_to_all": 1, "all_reduce": 2}
     return sum(call.times * call.size * parts[call.kind] * (workers - 1) / workers for call in calls)

@@ -155,13 +155,11 @@ class Worker:
     @property
     def steps_done(self) -> int:
         """The run's steps: those of its rounds, whoever took them, and this worker's local ones since."""
-        rounds = self._rounds + self.optimizer.replicator.in_flight
-        steps = rounds * self.config.sync_every + self.optimizer.local_steps
+        replicator = self.optimizer.replicator
+        steps = (
+            int(replicator.round_number) + replicator.in_flight
+        ) * self.config.sync_every + self.optimizer.local_steps
         return min(self.config.steps, steps) if self.config.steps else steps
-
-    @property
-    def _rounds(self) -> int:
-        return int(self.optimizer.replicator.round_number)
 
     @property
     def ended(self) -> bool:
@@ -211,7 +209,8 @@ class Worker:
         if self.ended:
             with out.writing(), self.method.shared():
                 finish(config, out, self.model, self.corpus)
-        print(f"weights after {self._rounds} rounds: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
+        replicator = self.optimizer.replicator
+        print(f"weights after {replicator.round_number} rounds: sha256 {weights_digest(replicator)}", flush=True)
 
     # Its steps
 
