@@ -22,5 +22,5 @@ def any_store(request, tmp_path, monkeypatch):
 def still(monkeypatch):
     """Time stands still, for workers in one thread: nobody comes if one waits."""
     clock = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    for module in ("exchange", "weights"):
+    for module in ("exchange", "inbox", "weights"):
         monkeypatch.setattr(f"demopt.runs.{module}.time", clock)
