@@ -20,8 +20,7 @@ from demopt.core.agreement import FULL, trusted
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import ObjectStore
 from demopt.train.config import TrainConfig, resolve
-from demopt.wire import message as wire
-from demopt.wire.message import HEADER_BYTES, Header
+from demopt.wire.message import HEADER_BYTES, Header, pack_message
 from demopt.wire.quantizers import QUANTIZERS
 
 SHAPES = [(128, 128), (64, 64), (64,)]
@@ -119,7 +118,7 @@ def test_security_samples_count_up_to_the_medians() -> None:
         header, size = optimizers[0].replicator.round.header, messages.shape[1] - HEADER_BYTES
         messages = messages.clone()
         loud = Header(**{**vars(header), "samples": samples})
-        messages[0] = wire.build(loud, messages[0, HEADER_BYTES:], size=size, device=messages.device)
+        messages[0] = pack_message(loud, messages[0, HEADER_BYTES:], size=size, device=messages.device)
         return _applied(optimizers, messages)
 
     assert torch.equal(update(2**32 - 1, True), update(1, True))

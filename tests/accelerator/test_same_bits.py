@@ -20,8 +20,7 @@ from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank
 from demopt.optim import staging
 from demopt.optim.local_weights import LocalWeights
-from demopt.wire.message import HEADER_BYTES
-from demopt.wire.message import build as message_of
+from demopt.wire.message import HEADER_BYTES, pack_message
 from laboratory import gpu
 
 STEPS = 6
@@ -263,7 +262,7 @@ def _refused(rank: int, world_size: int, case: str) -> str:
     fill(model, 0, STEPS)
     message = optimizer.extract()
     header = optimizer.replicator.round.header
-    hostile = message_of(header, torch.full_like(message[HEADER_BYTES:], 0xFF), device=message.device)
+    hostile = pack_message(header, torch.full_like(message[HEADER_BYTES:], 0xFF), device=message.device)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(MessageError) as refused:
         optimizer.apply(optimizer.exchange(hostile))

@@ -113,9 +113,7 @@ def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store: Any, tmp_pat
     dcp.save({"optimizer": OptimizerState(first.optimizer)}, checkpoint_id=tmp_path)
     planner, state = LoadPlanner(), {"optimizer": OptimizerState(again.optimizer)}
     dcp.load(state, storage_reader=Reader(tmp_path), planner=planner)
-    known = again.optimizer.own_state_dict()["folder"]
-    assert known == first.optimizer.own_state_dict()["folder"]
-    assert known["worker"] == "w0"
+    assert again.optimizer.own_state_dict()["folder"] == first.optimizer.own_state_dict()["folder"]
 
 
 def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:

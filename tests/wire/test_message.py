@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from demopt.errors import MessageError
-from demopt.wire import message as wire
 from demopt.wire.checksum import checksum, fingerprint, padded
 from demopt.wire.coefficients import Strongest
 from demopt.wire.layout import Layout, Section
-from demopt.wire.message import Header, RawHeader
+from demopt.wire.message import (
+    FINGERPRINT,
+    NEW_LAYOUT,
+    NONFINITE,
+    REFUSED,
+    Header,
+    RawHeader,
+    check_headers,
+    handshake_due,
+    pack_message,
+    read_headers,
+)
 from demopt.wire.quantizers import QUANTIZERS
 from oracles import wire as literal
 
@@ -55,7 +65,7 @@ def test_message_bytes_equal_golden_and_follow_from_the_format(values: str) -> N
     """Built once more in plain Python."""
     parts = zip(_sections(values), POSITIONS, NUMBERS, strict=True)
     data = [torch.cat(section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64))) for section, p, n in parts]
-    message = wire.build(HEADER, *data, size=Layout(_sections(values)).size)
+    message = pack_message(HEADER, *data, size=Layout(_sections(values)).size)
     assert bytes(message.tolist()).hex(" ", 8) == GOLDEN[values]
     cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
     sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
@@ -66,10 +76,10 @@ def test_message_bytes_equal_golden_and_follow_from_the_format(values: str) -> N
 def test_check_reads_golden_messages(values: str) -> None:
     message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)
     layout = Layout(_sections(values))
-    rows = [wire.build(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
+    rows = [pack_message(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
     messages = torch.stack([rows[0], message, rows[1]])
-    headers = wire.read_headers(messages)
-    assert wire.check(headers, replace(HEADER, rank=0), layout.size) == HEADER.flags
+    headers = read_headers(messages)
+    assert check_headers(headers, replace(HEADER, rank=0), layout.size) == HEADER.flags
     assert vars(HEADER).items() <= headers[1]._asdict().items()
     for number, (section, data) in enumerate(zip(layout.sections, layout.bodies(messages[:, 64:]), strict=True)):
         coefficients = section.checked(data).chunks(0, section.chunks)
@@ -99,9 +109,9 @@ FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
     "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
     "version": (4, "H", 1, "version 1"),
     "an unknown flag": (6, "H", 0x8010, "unknown flags 0x8010"),
-    "a refusal by no owner": (6, "H", wire.REFUSED, "flags 0x4 refuse"),
-    "a layout with a body": (6, "H", wire.NEW_LAYOUT, "flags 0x2 announce"),
-    "a refusal and no body": (6, "H", wire.REFUSED | wire.NONFINITE, "flags 0x5 refuse"),
+    "a refusal by no owner": (6, "H", REFUSED, "flags 0x4 refuse"),
+    "a layout with a body": (6, "H", NEW_LAYOUT, "flags 0x2 announce"),
+    "a refusal and no body": (6, "H", REFUSED | NONFINITE, "flags 0x5 refuse"),
     "step": (8, "Q", 259, "step 259, expected 258"),
     "a huge step": (8, "Q", 2**64 - 1, "step 18446744073709551615"),
     "rank": (16, "I", 2, "rank 2, expected 1"),
@@ -115,14 +125,14 @@ FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
 
 def _three() -> torch.Tensor:
     return torch.stack(
-        [wire.build(replace(HEADER, rank=rank), torch.full((BODY,), rank, dtype=torch.uint8)) for rank in range(3)]
+        [pack_message(replace(HEADER, rank=rank), torch.full((BODY,), rank, dtype=torch.uint8)) for rank in range(3)]
     )
 
 
 def _check(messages: torch.Tensor, answers: bool = False) -> list[RawHeader]:
     """The headers, checked."""
-    headers = wire.read_headers(messages)
-    wire.check(headers, HEADER, BODY, answers)
+    headers = read_headers(messages)
+    check_headers(headers, HEADER, BODY, answers)
     return headers
 
 
@@ -146,16 +156,16 @@ def test_check_passes_on_fingerprints_and_known_flags() -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
     assert [header.fingerprint for header in _check(messages)] == [5, 2**64 - 1, 5]
-    for flags in (wire.NONFINITE, wire.NEW_LAYOUT | wire.NONFINITE, wire.FINGERPRINT):
+    for flags in (NONFINITE, NEW_LAYOUT | NONFINITE, FINGERPRINT):
         messages[1] = _resealed(messages[1], 6, "H", flags)
         assert [header.flags for header in _check(messages)] == [0, flags, 0]
-        assert wire.check(wire.read_headers(messages), HEADER, BODY) == flags
+        assert check_headers(read_headers(messages), HEADER, BODY) == flags
 
 
 @pytest.mark.parametrize(("named", "blamed"), [(2, 2), (3, None), (2**64 - 1, None)])
 def test_check_of_answers_names_the_rank_that_an_owner_refused(named: int, blamed: int | None) -> None:
     messages = _three()
-    messages[1] = wire.build(replace(HEADER, flags=wire.REFUSED, fingerprint=named), messages[1, 64:])
+    messages[1] = pack_message(replace(HEADER, flags=REFUSED, fingerprint=named), messages[1, 64:])
     with pytest.raises(MessageError, match="refused by rank 1") as caught:
         _check(messages, answers=True)
     assert caught.value.rank == blamed
@@ -190,7 +200,7 @@ def test_check_refuses_other_shapes(cut: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2 * (64 + BODY), 1 << 20])
 def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_BYTES_AT_ONCE", at_once)
+    monkeypatch.setattr("demopt.wire.message._BYTES_AT_ONCE", at_once)
     messages = _three()
     before = messages.clone()
     assert [header.rank for header in _check(messages)] == [0, 1, 2]
@@ -203,12 +213,12 @@ def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: p
 
 def test_handshake_due_ignores_corrupted_messages() -> None:
     messages = _three()
-    assert not wire.handshake_due(wire.read_headers(messages))
-    for changed in ({"flags": wire.NEW_LAYOUT | wire.NONFINITE}, {"settings": 1}):
-        messages[2] = wire.build(replace(HEADER, rank=2, **changed), torch.zeros(BODY, dtype=torch.uint8))
-        assert wire.handshake_due(wire.read_headers(messages))
+    assert not handshake_due(read_headers(messages))
+    for changed in ({"flags": NEW_LAYOUT | NONFINITE}, {"settings": 1}):
+        messages[2] = pack_message(replace(HEADER, rank=2, **changed), torch.zeros(BODY, dtype=torch.uint8))
+        assert handshake_due(read_headers(messages))
         messages[2, 70] ^= 1
-        assert not wire.handshake_due(wire.read_headers(messages))
+        assert not handshake_due(read_headers(messages))
 
 
 def test_check_names_the_first_bad_rank_whatever_is_wrong() -> None:

@@ -23,11 +23,10 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
 from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, Result, Route, count_faults, read
-from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import SIGN_GRANULE, Layout, Section
-from demopt.wire.message import HEADER_BYTES, Header
+from demopt.wire.message import HEADER_BYTES, NEW_LAYOUT, NONFINITE, REFUSED, Header, check_headers, pack_message
 
 
 class Owner(Route):
@@ -100,7 +99,7 @@ class Owner(Route):
             for section, bytes_B, run in zip(self.layout.sections, data, runs, strict=False):
                 planes += section.cut(bytes_B, run)
             head = replace(header, layout=layout.digest)
-            messages.append(wire.build(head, *planes, size=layout.size, device=self.device))
+            messages.append(pack_message(head, *planes, size=layout.size, device=self.device))
         return torch.cat(messages)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
@@ -113,11 +112,11 @@ class Owner(Route):
                 sums, encoded = sum_and_encode(chunk_group, received, errors)
                 self._sums.append(sums)
                 planes.append(encoded)
-            head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
+            head = replace(header, flags=header.flags | flags & (NONFINITE | NEW_LAYOUT))
         except MessageError as error:
             head = refusing(header, error)
         size = self.parts.layouts[0].size
-        return exchange.all_gather(wire.build(head, *pack_sections(planes), size=size, device=self.device))
+        return exchange.all_gather(pack_message(head, *pack_sections(planes), size=size, device=self.device))
 
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         found, wrong = [], []
@@ -128,8 +127,8 @@ class Owner(Route):
         return _by_chunk_group(found), torch.cat(wrong)
 
     def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
-        flags = wire.check(result.headers, expected, self.parts.layouts[0].size, answers=True)
-        if flags & wire.NONFINITE:
+        flags = check_headers(result.headers, expected, self.parts.layouts[0].size, answers=True)
+        if flags & NONFINITE:
             return flags, []
         if result.decoded is not None:
             return flags, result.decoded
@@ -195,5 +194,5 @@ class Parts:
 def refusing(header: Header, error: MessageError) -> Header:
     """Returns the header of an owner that refuses a message; its fingerprint field holds that rank, or W if unknown."""
     blamed = header.world_size if error.rank is None else error.rank
-    announced = header.flags & (wire.NEW_LAYOUT | wire.NONFINITE)  # the owner's own flags, which all ranks must see
-    return replace(header, flags=wire.REFUSED | announced, fingerprint=blamed)
+    announced = header.flags & (NEW_LAYOUT | NONFINITE)  # the owner's own flags, which all ranks must see
+    return replace(header, flags=REFUSED | announced, fingerprint=blamed)

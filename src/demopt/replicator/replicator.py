@@ -42,11 +42,10 @@ from demopt.replicator.session import Session, copies_of, copy_tensors, differen
 from demopt.replicator.state import SavedParameter, State, attach
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import warn
-from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
-from demopt.wire.message import Header
+from demopt.wire.message import FINGERPRINT, HEADER_BYTES, NONFINITE, Header, handshake_due
 
 Gradients = Sequence[Tensor | None]
 MANY_SKIPS = 20  # in a row: more than a GradScaler needs to find its scale
@@ -105,7 +104,7 @@ class Round:
     @property
     def finite(self) -> bool:
         """Whether this rank's gradients were finite, and so are in the message."""
-        return not self.header.flags & wire.NONFINITE
+        return not self.header.flags & NONFINITE
 
 
 class Replicator:
@@ -238,7 +237,7 @@ class Replicator:
         if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
             usable = true_in_all(wiring.shard_groups, usable)
         if not usable:  # checked before the momentum takes a gradient, so it stays finite
-            current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
+            current.header = replace(current.header, flags=current.header.flags | NONFINITE)
         stats = Stats(kept=wiring.route.layout.kept, route=wiring.reason, payload_bytes=wiring.route.widths[0])
         current.stats = stats.timed("extract", started)
         return current, factor
@@ -254,7 +253,7 @@ class Replicator:
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
                 fingerprint ^= 2**64 - 1
-            new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
+            new.header = replace(header, flags=FINGERPRINT, fingerprint=fingerprint)
         return new
 
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
@@ -301,7 +300,7 @@ class Replicator:
                 except MessageError:  # its rows are no messages, which `check` reports
                     current.result = None
                 # another rank may have a new layout, or other settings
-                if current.result is not None and wire.handshake_due(current.result.headers):
+                if current.result is not None and handshake_due(current.result.headers):
                     self.session.compare(current.wiring, number)
                     messages = self._travel(current, exchange)
             if self.session.compares_gradients:
@@ -358,11 +357,11 @@ class Replicator:
         """Decodes and checks a result; MessageError, DriftError."""
         flags, decoded = current.wiring.route.check(result, current.header)
         headers = result.headers
-        if all(header.flags & wire.FINGERPRINT for header in headers):
+        if all(header.flags & FINGERPRINT for header in headers):
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
             if drifted or current.differing_copies:
                 raise DriftError(headers[0].round_number, drifted, current.differing_copies)
-        result.decoded, result.skipped = decoded, bool(flags & wire.NONFINITE)
+        result.decoded, result.skipped = decoded, bool(flags & NONFINITE)
         return result
 
     def apply(self, messages: Tensor) -> None:
@@ -393,7 +392,7 @@ class Replicator:
 
     def _count_skips(self, result: Result) -> None:
         """Warns, once, if round after round is skipped: nothing else shows that nothing is trained."""
-        ranks = [str(rank) for rank, header in enumerate(result.headers) if header.flags & wire.NONFINITE]
+        ranks = [str(rank) for rank, header in enumerate(result.headers) if header.flags & NONFINITE]
         self._skips = self._skips + 1 if ranks else min(self._skips, 0)
         if self._skips == MANY_SKIPS and self.session.exchange.speaks:
             self._skips = -math.inf
@@ -459,7 +458,7 @@ class Replicator:
         """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
         with suppress(DemoptError):
             result = read(current.wiring.route, messages)
-            return result if wire.handshake_due(result.headers) else self._decoded(current, result)
+            return result if handshake_due(result.headers) else self._decoded(current, result)
         return None
 
     def let_extract(self) -> None:
@@ -551,7 +550,7 @@ class Replicator:
         self.require_idle("attach_round")
         wiring = self.wiring()
         new = self._begin(wiring)
-        flags = new.header.flags | detached.header.flags & wire.NONFINITE
+        flags = new.header.flags | detached.header.flags & NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
         new.message = wiring.route.message(new.header, new.data)
         self.round = new
@@ -571,14 +570,14 @@ class Replicator:
         wiring = self.wiring()
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
-        data = wiring.route.layout.bodies(message[wire.HEADER_BYTES :]) if in_momentum else []
+        data = wiring.route.layout.bodies(message[HEADER_BYTES:]) if in_momentum else []
         return replace(self._begin(wiring), message=message, attached=attached, data=data)
 
     def recount(self, message: Tensor, applied: bool) -> None:
         """Corrects the momentum where it turns out that a message of this rank is `applied` after all, or is not."""
         route = self.wiring().route
         move = route.subtract_sent if applied else route.take_back
-        move(route.layout.bodies(message[wire.HEADER_BYTES :]))
+        move(route.layout.bodies(message[HEADER_BYTES:]))
 
     def clear_momentum(self) -> None:
         """Sets the momenta to zero: this rank starts as a new one, with weights of a peer."""

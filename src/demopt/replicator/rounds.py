@@ -18,9 +18,8 @@ from demopt.errors import DemoptError, MessageError
 from demopt.exchange import Meter
 from demopt.replicator.route import Result, read
 from demopt.replicator.wiring import Wiring
-from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients
-from demopt.wire.message import Header
+from demopt.wire.message import NONFINITE, Header
 
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
@@ -66,7 +65,7 @@ def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
         flags, result.decoded = wiring.route.check(result, replace(header, rank=0, world_size=1))
     except MessageError as error:
         raise MessageError(error.reason) from None
-    if flags & wire.NONFINITE:
+    if flags & NONFINITE:
         raise MessageError("its gradient was not finite")
     result.skipped = False
     return result

@@ -20,11 +20,10 @@ from demopt.codec.decompress import TakesShard, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
-from demopt.wire import message as wire
 from demopt.wire.bits import Faults
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Layout
-from demopt.wire.message import HEADER_BYTES, Header, RawHeader
+from demopt.wire.message import HEADER_BYTES, NONFINITE, Header, RawHeader, check_headers, pack_message, read_headers
 
 OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
 OWNER_START = "owner_start"  # the first of these chunks
@@ -143,10 +142,10 @@ def read(route: Route, messages: Tensor) -> Result:
     """Reads the result of a route's `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
     fits = messages.dim() == 2 and messages.shape[1] == route.widths[1] and messages.dtype == torch.uint8
     if route.device.type == "cpu" or not fits:
-        return Result(messages, messages._version, wire.read_headers(messages))
+        return Result(messages, messages._version, read_headers(messages))
     here = messages.to(route.device, non_blocking=True)
     decoded, invalid = route.decode(here[:, HEADER_BYTES:])
-    headers = wire.read_headers(here, invalid)
+    headers = read_headers(here, invalid)
     valid = not any(header.has_faults for header in headers)
     return Result(messages, messages._version, headers, decoded if valid else None)
 
@@ -167,7 +166,7 @@ class Gather(Route):
         return (self.world_size - 1) * self.widths[0]
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        return wire.build(header, *data, size=self.layout.size, device=self.device)
+        return pack_message(header, *data, size=self.layout.size, device=self.device)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         del header
@@ -178,8 +177,8 @@ class Gather(Route):
         return found, count_faults(faults, bodies_WB)
 
     def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
-        flags = wire.check(result.headers, expected, self.layout.size)
-        if flags & wire.NONFINITE:
+        flags = check_headers(result.headers, expected, self.layout.size)
+        if flags & NONFINITE:
             return flags, []
         decoded = result.decoded or self.layout.checked(result.messages[:, HEADER_BYTES:])
         samples = tuple([header.samples for header in result.headers])  # they weigh signs of all

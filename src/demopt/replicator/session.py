@@ -26,10 +26,9 @@ from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator.route import Route
 from demopt.replicator.wiring import Wiring
 from demopt.validation import first_difference, warn
-from demopt.wire import message as wire
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
-from demopt.wire.message import Header
+from demopt.wire.message import NEW_LAYOUT, NONFINITE, Header
 
 T = TypeVar("T")
 _STEP = "step (a rank that is behind takes the others' by resync)"
@@ -92,7 +91,7 @@ class Session:
                 # The others may still be at the old layout, in a collective of its length. So a message of that length
                 # announces the new one; it is flagged as not finite, so that those who receive it apply nothing.
                 old = self._agreed
-                head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
+                head = replace(header, flags=NEW_LAYOUT | NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
             self.compare(wiring, header.round_number)
             if self._background is not None and self._agreed is None:

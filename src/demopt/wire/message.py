@@ -70,7 +70,7 @@ class RawHeader(NamedTuple):
         return self.claimed == self.checksum and self.length == HEADER_BYTES + self.body_bytes
 
 
-def build(header: Header, *parts: Tensor, size: int | None = None, device: torch.device | None = None) -> Tensor:
+def pack_message(header: Header, *parts: Tensor, size: int | None = None, device: torch.device | None = None) -> Tensor:
     """Builds the message uint8 [64 + n] of a body, whose parts are uint8 [any], on a device, by default the CPU.
 
     Zeros pad the body to n = `size` bytes, a multiple of 8; by default it has as many.
@@ -132,7 +132,7 @@ def handshake_due(received: list[RawHeader]) -> bool:
     return False
 
 
-def check(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
+def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
     """Checks the headers of messages, row r of rank r; returns the union of their flags.
 
     `expected` holds this rank's round number, world size, layout and settings. Bodies are checked by their checksums
