@@ -146,13 +146,13 @@ class Crew:
         chosen = [self.workers[number] for number in numbers]
         for process, _ in chosen:
             os.kill(process.pid, signal.SIGKILL)
-        self.kills += len(chosen)
         for each in chosen:
+            self.kills += 1
             self.workers.remove(each)
             self.start()
 
     def until(self, number: int) -> None:
-        """Takes in reports until the run has `number` rounds, or all workers have ended."""
+        """Takes in reports until the run has `number` rounds, or all have ended; RuntimeError if that is too early."""
         while self.round < number and self.workers:
             ready = multiprocessing.connection.wait([hear for _, hear in self.workers], timeout=60)
             for each in [each for each in self.workers if each[1] in ready]:
@@ -165,10 +165,10 @@ class Crew:
                     continue
                 if kind == "round":
                     self.round = max(self.round, value)
-                elif kind == "end":
-                    self.ends.append(value)
-                elif kind == "said":
-                    self.said.append(value)
+                elif kind in ("end", "said"):
+                    (self.ends if kind == "end" else self.said).append(value)
+        if self.round < min(number, self.rounds):
+            raise RuntimeError(f"no worker is left after {self.round} rounds: {self.failed} failed, {self.said[-9:]}")
 
 
 def sleep_through(crew: Crew) -> None:

@@ -64,9 +64,7 @@ def make_bucket(host: str, port: int) -> None:
     settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in environment(host, port).items()}
     store = obstore.store.S3Store("bucket", **settings, client_options={"allow_http": True})
     while True:
-        try:
+        with suppress(obstore.exceptions.BaseError):
             obstore.put(store, "made", b"by this put")
-        except obstore.exceptions.BaseError:
-            time.sleep(0.5)
-        else:
             return
+        time.sleep(0.5)

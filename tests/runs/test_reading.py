@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_protocol import ACTIONS, MOST, InTurns, literal, schedule
+from test_protocol import ACTIONS, MOST, InTurns, schedule
 
 import demopt
 from demopt.errors import MessageError, SettingsError
@@ -40,10 +40,10 @@ def _play(actions: list[tuple[str, int, int]]) -> tuple[Counter[int], set[int]]:
                 carry_out("join", 0, 1)
             for worker in workers:
                 worker.turn("late" if turn < 60 or turn % 40 < 20 else "go")  # nobody waits for the dead for ever
-            if any(worker.run.all_read for worker in workers):
+            if done := [worker.tokens.applied for worker in workers if worker.run.all_read]:
                 break
         assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
-        return Counter(token - 1 for token in literal(bare)[-1]), lost(bare)
+        return Counter(token - 1 for token in done[0]), lost(bare)
 
 
 def lost(bare: Store) -> set[int]:

@@ -149,58 +149,6 @@ def test_second_worker_of_one_name_sends_under_another(store):
     assert (first.run.row, second.run.row, first.digest) == (0, 1, second.digest)
 
 
-class TwoWin(Through):
-    """A store whose put of `name` wins over the object that is there, and that shows none of `hidden` before."""
-
-    name, hidden = "", frozenset[str]()
-
-    def get(self, name: str, most: int) -> bytes | None:
-        return None if name in self.hidden else super().get(name, most)
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        if name == self.name:
-            self.name, self.hidden = "", frozenset()
-            self.delete([name])
-        return super().put_if_absent(name, data)
-
-    def list(self, folder: str) -> set[str]:
-        return {name for name in super().list(folder) if f"{folder}/{name}" not in self.hidden}
-
-
-@pytest.mark.parametrize("both", [True, False])
-@pytest.mark.usefixtures("still")
-def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(both):
-    """`both`: whether the first worker's message is in the manifest that stays."""
-    bare = ObjectStore()
-    odd = TwoWin(bare)
-    workers = first, second = [Counter(store, number, delay=0) for number, store in enumerate((bare, odd))]
-    said: list[str] = []
-    first.run.say = said.append
-    for _ in range(4):
-        for worker in workers:
-            worker.step()
-    for worker in workers:
-        worker.optimizer.resync()
-    number = int(first.optimizer.replicator.round_number)
-    odd.name = f"{log.folder_of(number)}/manifest"
-    odd.hidden = frozenset({odd.name} | (set() if both else {log.message_name(number, "w0")}))
-    for worker in (first, second, first):
-        for _ in range(2):
-            worker.step()
-    senders = [sender.worker for sender in log.read_manifest(bare, first.run.record.identity, number).senders]
-    assert senders == (["w0", "w1"] if both else ["w1"])
-    assert f"round {number} is another one in memory than this worker has applied; going back" in said[0]
-    for worker in workers:
-        worker.ended()
-    for worker in workers:
-        worker.optimizer.resync()
-    times = applied(bare, first.optimizer.replicator.wiring().route.layout).view(-1, 128)
-    for worker, counted in zip(workers, times, strict=False):
-        counted[: worker.taken] -= 1
-    assert not times.any()
-    assert {runs.weights_digest(worker.optimizer.replicator) for worker in workers} == {replayed(bare)[-1]}
-
-
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("wins", [0, 1])
 @pytest.mark.usefixtures("still")
@@ -230,10 +178,11 @@ def test_fork_of_several_rounds_is_healed_and_each_step_counts_once_or_is_said_t
         worker.ended()
     for worker in workers:
         worker.optimizer.resync()
-    forked, lost = range(number + 1, number + 3), [text for text in said if "are lost or count twice" in text]
+    assert any("is another one in memory than this worker has applied; going back" in text for text in said), said
+    forked, lost = range(number + 1, number + 3), [text for text in said if "may be lost or count twice" in text]
     rounds = ", ".join(map(str, forked))
     assert lost == (
-        [] if kept else [f"this worker's messages of rounds {rounds} are lost or count twice: they are gone"]
+        [] if kept else [f"this worker's messages of rounds {rounds} may be lost or count twice: they are gone"]
     )
     times = applied(bare, workers[0].optimizer.replicator.wiring().route.layout).view(-1, 128)
     for worker, counted in zip(workers, times, strict=False):

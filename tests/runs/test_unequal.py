@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import strategies as st
 from stores import Crash, Through, Wrapped
 from test_folder_exchange import Worker as Trained
-from test_protocol import Worker, literal
+from test_protocol import Faulty, Worker, weights_after
 
 from demopt.runs import exchange as exchange_module
 from demopt.runs import inbox as inbox_module
@@ -90,7 +90,7 @@ class Timed(Worker):
 
 def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float) -> list[set[str]]:
     """The senders of each round of workers with these seconds of steps, trip and upload."""
-    clock, bare = Clock(), ObjectStore()
+    clock, bare = Clock(), Faulty()
     exchange_module.time = inbox_module.time = weights_module.time = clock
     try:
         workers = [
@@ -101,11 +101,9 @@ def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float
         for worker in workers:
             assert worker.done.wait(120)
             assert worker.error is None, worker.error
-        found = literal(bare)
-        assert all(worker.tokens.applied == found[worker.rounds] for worker in workers)
-        manifests = [
-            log.read_manifest(bare, log.read_record(bare).identity, number) for number in range(len(found) - 1)
-        ]
+            assert worker.tokens.applied == weights_after(log.digest_of(worker.run.decided), bare.ever)
+        identity, rounds = log.read_record(bare).identity, max(worker.rounds for worker in workers)
+        manifests = [log.read_manifest(bare, identity, number) for number in range(rounds)]
         return [{sender.worker for sender in manifest.senders} for manifest in manifests]
     finally:
         exchange_module.time = inbox_module.time = weights_module.time = time

@@ -39,7 +39,7 @@ class Disk(Store):
         self._root = Path(root).resolve()
         self.address = str(self._root)
         self._root.mkdir(parents=True, exist_ok=True)
-        self._identity = _identity(os.stat(self._root))
+        self._opened_as = os.stat(self._root)
         self._run: bytes | None = None  # the object `run`, once it has been seen
         self._tidy = False
 
@@ -101,7 +101,8 @@ class Disk(Store):
                 yield (os.path.join(place, leaf) if here is None else leaf), here
             finally:
                 for each in below:
-                    _close(each)
+                    if each is not None:
+                        os.close(each)
 
     @contextmanager
     def _opened(self) -> Iterator[int | None]:
@@ -110,17 +111,18 @@ class Disk(Store):
         try:
             try:
                 here = os.open(self._root, _FOLDER) if _BY_DESCRIPTOR else None
-                found = _identity(os.stat(self._root) if here is None else os.fstat(here))
+                found = os.stat(self._root) if here is None else os.fstat(here)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise GoneError(*error.args) from error
-            if found != self._identity:  # of another run, or mounted again, when numbers change
+            if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, when numbers change
                 run = _content(_RUN if here is not None else str(self._root / _RUN), here, 1 << 30, _RUN)
                 if self._run is not None and run != self._run:
                     raise GoneError("another folder is in its place")
-                self._identity = found
+                self._opened_as = found
             yield here
         finally:
-            _close(here)
+            if here is not None:
+                os.close(here)
 
     def _below(self, place: str, here: int | None, make: bool) -> int | None:
         """Opens a folder in a folder; with `make` also one that is absent, or has something else in its place."""
@@ -245,12 +247,3 @@ def _size(leaf: str, here: int | None) -> int | None:
 
 def _second(leaf: str) -> str:
     return f"{leaf}~"
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
-
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)

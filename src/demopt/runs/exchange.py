@@ -33,6 +33,7 @@ from demopt.runs.inbox import (
     ForkedError,
     Inbox,
     bytes_of,
+    row_of,
     tensor_of,
 )
 from demopt.runs.key import Keyed
@@ -133,7 +134,8 @@ class FolderExchange(VaryingExchange):
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
         self._saw_stop = False  # there is a newer one, and the next message says so
-        self._odd_stop = ""  # what is wrong with the object `stop`, once the user has heard it
+        self._said = set[str]()  # what is said once
+        self.sent: Message | None = None  # the last message that was made
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
@@ -294,6 +296,7 @@ class FolderExchange(VaryingExchange):
         """
         began, number, before = time.monotonic(), header.round_number, attached.before
         mine, inbox = replace(attached.message, body=bytes_of(message)), Inbox(self, wiring, header, attached)
+        self.sent = mine
         look, members = partial(log.look, self.store, number), sorted(before.members if before else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
@@ -335,12 +338,7 @@ class FolderExchange(VaryingExchange):
         at = time.monotonic()
         if manifest.before != log.digest_of(before):
             raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
-        # A worker knows its message by the bytes, because another may have its name. One that an earlier attempt has
-        # put may have another flag `stop` than it would get now.
-        mine = placed or mine
-        stops = (mine.stop,) if placed else (False, True)
-        possible = {log.digest(replace(mine, stop=stop).packed()) for stop in stops}
-        row = next((row for row, sender in enumerate(manifest.senders) if sender.digest in possible), None)
+        row = row_of(mine := placed or mine, manifest)
         try:
             result = self.messages(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
@@ -443,10 +441,14 @@ class FolderExchange(VaryingExchange):
         try:
             return log.read_stop(self.store, self.record.identity)
         except MessageError as error:
-            if self._odd_stop != str(error):
-                self._odd_stop = str(error)
-                self.say(f"{error}; it is ignored")
+            self.say_once(f"{error}; it is ignored")
             return None
+
+    def say_once(self, text: str) -> None:
+        """Tells the user something that may be found again and again."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def _placed(self, name: str, packed: bytes) -> bytes | None:
         """Returns the object that has a name after a put; None if there is none, which a busy server may answer."""

@@ -88,9 +88,8 @@ class Inbox:
 
     def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
         """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
-        (new, greeting), number = self.unread(seen) or ([], []), self._header.round_number
-        identity = self._run.record.identity
-        hello = partial(log.read_hello, self._run.store, number, identity)
+        new, greeting = self.unread(seen) or ([], [])
+        hello = partial(log.read_hello, self._run.store, self._header.round_number, self._run.record.identity)
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(hello, worker) for worker in greeting]
         found = self._run._all([*reads, *also])
@@ -99,17 +98,6 @@ class Inbox:
                 self._others.add(worker)
             else:
                 self.hellos[worker] = seconds, time.monotonic()
-        for worker, data in zip(new, found, strict=False):
-            if isinstance(data, str):
-                self.refused[worker] = data
-            elif data is not None:  # deleted since it was listed
-                self._run.received_bytes += len(data)
-                try:
-                    message = log.read_message(log.message_name(number, worker), data, identity, number, worker)
-                except MessageError as error:
-                    self.refused[worker] = str(error)
-                else:
-                    self.add(message, log.digest(data))
         return found[len(reads) :]
 
     def manifest(self, seen: Seen) -> Manifest | None:
@@ -146,13 +134,23 @@ class Inbox:
         claimed = before.seconds.get(worker, 0.0) if before else 0.0
         return max(since + min(slack * seconds, LONGEST), self._attached.since + min(slack * claimed, LONGEST))
 
-    def _read(self, worker: str) -> bytes | str | None:
-        """Returns a message, or the reason to refuse it; None if it is gone."""
-        name = log.message_name(self._header.round_number, worker)
+    def _read(self, worker: str) -> None:
+        """Reads a message, unless it was deleted since it was listed."""
+        run, number = self._run, self._header.round_number
+        name = log.message_name(number, worker)
         try:
-            return self._run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)
+            if (data := run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)) is not None:
+                run.received_bytes += len(data)
+                self.add(log.read_message(name, data, run.record.identity, number, worker), log.digest(data))
         except MessageError as error:
-            return str(error)
+            self.refused[worker] = str(error)
+
+
+def row_of(sent: Message, manifest: Manifest) -> int | None:
+    """Returns the row of a worker's own message in a manifest; None if it is left out."""
+    # By its bytes, because another may have its name. An earlier attempt may have put it with another flag `stop`.
+    possible = {log.digest(replace(sent, stop=stop).packed()) for stop in (False, True)}
+    return next((row for row, sender in enumerate(manifest.senders) if sender.digest in possible), None)
 
 
 def bytes_of(tensor: Tensor) -> bytes:

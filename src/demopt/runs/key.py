@@ -46,17 +46,18 @@ class Keyed(Store):
         self._foreign: set[str] = set()  # names that a stranger has taken
 
     def get(self, name: str, most: int) -> bytes | None:
+        def at(place: str) -> bytes | None:
+            found = self._inner.get(place, most + TAG_BYTES)
+            return None if found is None else self._opened(name, found)
+
         if name in self._foreign:
-            found = self._inner.get(self._second(name), most + TAG_BYTES)
-            return None if found is None else self._opened(name, found)
+            return at(self._second(name))
         try:
-            found = self._inner.get(name, most + TAG_BYTES)
-            return None if found is None else self._opened(name, found)
+            return at(name)
         except MessageError as error:
-            found = self._inner.get(self._second(name), most + TAG_BYTES) if "/" in name else None
-            if found is None:
+            if "/" not in name or (found := at(self._second(name))) is None:
                 raise ForeignError(error.reason) from None
-            return self._opened(name, found)
+            return found
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
         """As `Store`. A name that holds a foreign object for seconds, and not for a moment, is a stranger's."""

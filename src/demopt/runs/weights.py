@@ -25,7 +25,7 @@ from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
 from demopt.runs import log
-from demopt.runs.inbox import Attached, CoveredError, FolderOutcome, ForkedError, bytes_of, tensor_of
+from demopt.runs.inbox import Attached, CoveredError, FolderOutcome, ForkedError, bytes_of, row_of, tensor_of
 from demopt.runs.log import Manifest
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class FolderRounds(Rounds):
         self._former, self._saved_at = "", 0  # the name that the worker had when it saved the state, and its round
         # Own messages: the round, the digest of its manifest, the worker's name, and whether the manifest lists it.
         self._sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
+        self._forgotten = list[log.Message]()  # own messages of rounds that a fork ended: a manifest may list them yet
 
     # Joining
 
@@ -152,15 +153,14 @@ class FolderRounds(Rounds):
         """Ends the open round if the worker has sent a message for it after it saved the state; whether it has."""
         number, most = self._number, self.replicator.message_bytes + log.MOST_ENVELOPE
         try:
-            data = self.run.store.get(log.message_name(number, self._former), most)
-            if data is None:
+            if (data := self.run.store.get(log.message_name(number, self._former), most)) is None:
                 return False
             self._open = self._round_of(data, in_momentum=False)
         except MessageError:  # it counts for nobody
             return False
         self.apply()
         if self.run.last is not None and self.run.last.manifest.round == number:
-            self._drop_unsent(self.run.last.manifest)
+            self._meet_own(self.run.last.manifest)
         return True
 
     def _round_of(self, data: bytes, in_momentum: bool) -> Round:
@@ -170,8 +170,16 @@ class FolderRounds(Rounds):
         attached = Attached(replace(message, body=b""), run.decided, time.monotonic())
         return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
 
-    def _drop_unsent(self, manifest: Manifest) -> None:
-        """Drops what a state has not sent, if a later message of its worker counts: it was in that one."""
+    def _meet_own(self, manifest: Manifest) -> None:
+        """Takes out of the error what a manifest has: the message of a round that a fork ended.
+
+        Or all, if the manifest has a message that is later than this worker's state: all was in that one.
+        """
+        for sent in [each for each in self._forgotten if each.round == manifest.round]:
+            self._forgotten.remove(sent)
+            if row_of(sent, manifest) is not None:
+                self.replicator.recount(tensor_of(sent.body), applied=True)
+                self._sent.append((manifest.round, manifest.digest, sent.worker, True))
         if self._former in [sender.worker for sender in manifest.senders] and manifest.round >= self._saved_at:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self.replicator.clear_momentum()
@@ -236,6 +244,7 @@ class FolderRounds(Rounds):
             replicator.mark_applied()
             raise
         except ForkedError as error:
+            self._forgotten += [self.run.sent] if self.run.sent else []
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True
@@ -289,9 +298,8 @@ class FolderRounds(Rounds):
 
     def apply_missed(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
-        replicator = self.replicator
-        wiring = replicator.wiring()
-        replicator.apply_missed(self.run.messages(manifest, wiring, replicator.header(wiring)))
+        wiring = self.replicator.wiring()
+        self.replicator.apply_missed(self.run.messages(manifest, wiring, self.replicator.header(wiring)))
 
     @property
     def _number(self) -> int:
@@ -314,14 +322,11 @@ class FolderRounds(Rounds):
                 self.apply_missed(manifest)
             except CoveredError:
                 self._load_newest(least=manifest.round + 1)
-                for number in range(manifest.round, self._number) if self._former else ():
-                    if missed := log.read_manifest(run.store, run.record.identity, number):
-                        self._drop_unsent(missed)
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
                 run.follow(manifest)
-                self._drop_unsent(manifest)
+                self._meet_own(manifest)
                 rounds += 1
                 if rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)
@@ -359,29 +364,29 @@ class FolderRounds(Rounds):
 
         Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
         """
-        run, unknown = self.run, list[str]()
+        run, unknown, sure = self.run, list[str](), True  # `sure`: the manifest after a round is the one that counts
         for place, (number, mark, worker, listed) in reversed([*enumerate(self._sent)]):
             now, after = self._around(number + 1)
             truth = after.before if after else now.digest
-            if truth == mark:
+            if sure and truth == mark:
                 break
-            names = [sender.worker for sender in now.senders]
+            known, sure = sure and truth == now.digest, truth == now.digest
+            names, last = [sender.worker for sender in now.senders], run.last
             self._sent[place] = number, truth, worker, worker in names
-            if run.last is not None and run.last.manifest.round == number:
-                run.last = replace(run.last, row=names.index(worker) if worker in names else None)
-            if truth == now.digest and (worker in names) == listed:
+            sent = last.message if last and (last.message.round, last.message.worker) == (number, worker) else None
+            if last and sent:
+                run.last = replace(last, row=names.index(worker) if worker in names else None)
+            if known and (worker in names) == listed:
                 continue
-            sent = run.last.message if run.last is not None else None
-            if sent is None or (sent.round, sent.worker) != (number, worker):
-                name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
-                data = run.store.get(name, most)
-                sent = log.read_message(name, data, run.record.identity, number, worker) if data else None
-            if sent is None or truth != now.digest:
-                unknown.insert(0, str(number + 1))
-            else:
+            name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
+            if known and not sent and (data := run.store.get(name, most)):
+                sent = log.read_message(name, data, run.record.identity, number, worker)
+            if known and sent:
                 self.replicator.recount(tensor_of(sent.body), applied=worker in names)
+            else:
+                unknown.insert(0, str(number + 1))
         if unknown:
-            run.say(f"this worker's messages of rounds {', '.join(unknown)} are lost or count twice: they are gone")
+            run.say(f"this worker's messages of rounds {', '.join(unknown)} may be lost or count twice: they are gone")
 
     def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
         """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
@@ -418,7 +423,7 @@ class FolderRounds(Rounds):
                 run.sent_bytes += len(data)
                 if moments and run.store.put_if_absent(log.moments_name(number), lent):
                     run.sent_bytes += len(lent)
-            elif number and run.store.read(name, len(data), bytes) != data:
+            elif number and run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
                 raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
             try:
                 run.store.delete(map(log.moments_name, older[:-1]))
@@ -482,8 +487,6 @@ class FolderRounds(Rounds):
         run = self.run
         what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
 
-        told = set[str]()
-
         def load() -> bool | None:
             found = [number for number in log.checkpoints(run.store) if number >= least]
             for number in reversed(found):
@@ -494,14 +497,16 @@ class FolderRounds(Rounds):
                 except (MessageError, ForkedError) as error:
                     if number == found[0] and isinstance(error, MessageError):
                         raise
-                    if str(error) not in told:
-                        told.add(str(error))
-                        run.say(f"{error}; taking the one before it")
+                    run.say_once(f"{error}; taking the one before it")
                 else:
                     return True
             return None
 
+        before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
+        for number in range(before, self._number) if self._former or self._forgotten else ():
+            if missed := log.read_manifest(run.store, run.record.identity, number):
+                self._meet_own(missed)
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
