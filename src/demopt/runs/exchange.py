@@ -81,7 +81,7 @@ class FolderExchange(VaryingExchange):
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
-        >>> import demopt
+        >>> import demopt, torch
         >>> model = torch.nn.Linear(8, 2)
         >>> run = FolderExchange(ObjectStore())
         >>> optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
