@@ -176,6 +176,8 @@ def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(st
         second.round()
         assert second.run.left_out == expected
     assert second.rounds == first.rounds + 1
+    second.run.left_out = 5000  # where another one decides all rounds alone
+    assert 0.0 <= second.run.seconds_needed <= 600.0
 
 
 def test_late_worker_adds_no_round_to_a_run_that_has_ended(store):

@@ -274,9 +274,7 @@ class InTurns(Worker):
     """It makes one store call per turn, which the test gives."""
 
     def __init__(self, number: int, store: Faulty, **settings: Any) -> None:
-        self.turns: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.store = store
+        self.store, self.turns, self.waits = store, queue.SimpleQueue[str](), queue.SimpleQueue[bool]()
         super().__init__(number, store, late=0.0, **settings)
         self.thread.start()
         self.alive = self.waits.get()

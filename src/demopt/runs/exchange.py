@@ -218,7 +218,7 @@ class FolderExchange(VaryingExchange):
     @property
     def seconds_needed(self) -> float:
         """The seconds that this worker needs for a round, as it says; twice as many each time that was too few."""
-        needed = max(self._needed, default=0.0) * 2.0 ** max(0, self.left_out - 1)
+        needed = max(self._needed, default=0.0) * 2.0 ** min(max(0, self.left_out - 1), 64)
         return round(min(needed, LONGEST), 3)
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
@@ -284,7 +284,7 @@ class FolderExchange(VaryingExchange):
             ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
         seconds = min(seconds + self.seconds_needed, LONGEST)
         if seconds == LONGEST:
-            self.say(f"this worker needs more than {LONGEST:.0f} s for a round, and no other waits longer")
+            self.say_once(f"this worker needs more than {LONGEST:.0f} s for a round, and no other waits longer")
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
 
     # A round
