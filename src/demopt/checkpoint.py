@@ -74,29 +74,29 @@ class OptimizerState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        before, parameters = state_dict["world_size"], self._parameters
+        old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
             if not (match := _KEY.fullmatch(key)) or entry is None:  # None: a key that the checkpoint does not have
                 continue
             state = states.setdefault(int(match[2]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            saved = _held(entry)
+            saved = _read_entry(entry)
             if saved["values"]:
                 parameter, sharded = parameters[int(match[4])], saved["sharded"]
                 state["state"][int(match[4])] = {
                     name: placed_as(value, parameter) if name in sharded else value
                     for name, value in saved["values"].items()
                 }
-        if not isinstance(before, int) or before < 1:
-            raise ValueError(f"the checkpoint is damaged: it was saved by {before!r} ranks")
-        # each new rank overlaps with before / world_size old ones, so a number too large for the entries is no loop
-        if before > world_size * len(states) or not overlaps(rank, world_size, before).keys() <= states.keys():
+        if not isinstance(old_size, int) or old_size < 1:
+            raise ValueError(f"the checkpoint is damaged: it was saved by {old_size!r} ranks")
+        # a new rank takes over from old_size / world_size old ones: more than there are entries is a damaged number
+        if old_size > world_size * len(states) or not overlaps(rank, world_size, old_size).keys() <= states.keys():
             raise ValueError(
-                f"{before} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
+                f"{old_size} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
-        folder = {"folder": _held(state_dict["folder"])["values"]} if "folder" in state_dict else {}
-        self._optimizer.load_state_dict({**among(states, rank, world_size, before), **folder})
+        folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
+        self._optimizer.load_state_dict({**among(states, rank, world_size, old_size), **folder})
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -121,16 +121,16 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = metadata.state_dict_metadata if metadata is not None else {}
         # DCP reads the keys of `self.state_dict`, here those of this rank, and puts each object where `self.mappings`
-        # says. Instead of this rank's key it gets those of the old ranks that this rank takes over from.
+        # says. Instead of this rank's key it gets those of the old ranks that it takes over from, with a placeholder.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
             place, rank, rest = match[1], int(match[2]), match[3]
-            before = sum(f"{place}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
-            for old in overlaps(rank, self.state_dict[f"{place}world_size"], before) if before else ():
+            old_size = sum(f"{place}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
+            for old in overlaps(rank, self.state_dict[f"{place}world_size"], old_size) if old_size else ():
                 self.state_dict[f"{place}rank{old}{rest}"] = entry
                 self.mappings[f"{place}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            if before and key not in saved:  # DCP would refuse a key that is not there
+            if old_size and key not in saved:  # DCP would refuse a key that is not there
                 del self.state_dict[key]
         for key, entry in list(self.state_dict.items()):
             if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:  # of an earlier demopt
@@ -207,7 +207,7 @@ _OTHER_RECORDS = {
 }
 
 
-def _held(entry: Any) -> Mapping[str, Any]:
+def _read_entry(entry: Any) -> Mapping[str, Any]:
     return vars(entry) if isinstance(entry, _Entry) else entry  # files of early 0.3.0 hold the class itself
 
 
@@ -224,14 +224,14 @@ class _Entry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
         entry = _Entry({})
-        entry.values, entry.sharded = self._held()
+        entry.values, entry.sharded = self._packed()
         return entry
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values, sharded = self._held()
+        values, sharded = self._packed()
         return OrderedDict, ((("values", values), ("sharded", sharded)),)  # no dict: `weights_only` builds none
 
-    def _held(self) -> tuple[dict[str, Any], list[str]]:
+    def _packed(self) -> tuple[dict[str, Any], list[str]]:
         local = {
             name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: of a view
             for name, value in self.values.items()  # pickle would write all that it looks at

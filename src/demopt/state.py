@@ -37,7 +37,7 @@ from demopt.validation import warn
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
-AVERAGED = ("momentum", "local", "start")  # of what a rank has of its own
+AVERAGED = ("momentum", "local", "start")  # of what a rank has of its own, as in `SavedParameter`
 PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
 RANKS = "ranks"
@@ -231,34 +231,34 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     ValueError if a rank's part is missing.
     """
 
-    def counts(name: str, value: Any) -> bool:  # not the empty dicts that torch puts into a flattened state
+    def is_entry(name: str, value: Any) -> bool:  # not the empty dicts that torch puts into a flattened state
         is_mark = isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and not value.is_meta
         return is_mark if name == SAVED_BY else not isinstance(value, dict) or bool(value)
 
-    entries = {n: {k: v for k, v in entry.items() if counts(k, v)} for n, entry in state.get("state", {}).items()}
+    entries = {n: {k: v for k, v in entry.items() if is_entry(k, v)} for n, entry in state.get("state", {}).items()}
     states = separated(state := {**state, "state": entries})
     return among(states, rank, world_size) if states else state
 
 
-def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: int | None = None) -> StateDict:
+def among(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
     """Returns this rank's part of all ranks' states, by rank; if other ranks saved them, its share: rank 0 warns.
 
-    `before`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
+    `old_size`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
     """
-    if before is None:
+    if old_size is None:
         marks = [entry[SAVED_BY] for state in states.values() for entry in state["state"].values() if SAVED_BY in entry]
-        before = max((int(mark[1]) for mark in marks), default=len(states))
-        missing = [str(rank) for rank in range(before) if rank not in states]
+        old_size = max((int(mark[1]) for mark in marks), default=len(states))
+        missing = [str(rank) for rank in range(old_size) if rank not in states]
         if missing:
-            raise ValueError(f"the state was saved by {before} ranks, but has nothing of rank {', '.join(missing)}")
-    if before == world_size:
+            raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
+    if old_size == world_size:
         return states[rank]
     if rank == 0:  # the same on all ranks
         warn(
-            f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of the "
-            "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
+            f"the state was saved by {old_size} ranks, and there are {world_size} now: each takes over its share of "
+            "the unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
-    return share_of(states, rank, world_size, before)
+    return share_of(states, rank, world_size, old_size)
 
 
 # Their way to one rank
@@ -339,27 +339,27 @@ def _loaded(rank: int, data: bytearray) -> StateDict:
 # Another number of ranks
 
 
-def overlaps(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
-    """Returns which of `before` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
+def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
+    """Returns which of `old_size` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
     found = {}
-    for old in range(rank * before // world_size, before):
-        low = max(Fraction(rank, world_size), Fraction(old, before))
-        high = min(Fraction(rank + 1, world_size), Fraction(old + 1, before))
+    for old in range(rank * old_size // world_size, old_size):
+        low = max(Fraction(rank, world_size), Fraction(old, old_size))
+        high = min(Fraction(rank + 1, world_size), Fraction(old + 1, old_size))
         if high <= low:
             break
         found[old] = (high - low) * world_size
     return found
 
 
-def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
+def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
     """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank."""
-    mine = overlaps(rank, world_size, before)
+    mine = overlaps(rank, world_size, old_size)
     largest = max(mine, key=lambda old: mine[old])  # the first, if several have it
     taken: dict[Any, Entry] = {}
     for number in states[largest]["state"]:
         parts = {old: SavedParameter.of(states[old]["state"][number]) for old in mine}
-        if world_size != before:
-            parts = {old: _without_owner(saved, before) for old, saved in parts.items()}
+        if world_size != old_size:
+            parts = {old: _without_owner(saved, old_size) for old, saved in parts.items()}
         chosen = parts[largest]
         own = dict(chosen.own)
         for name in AVERAGED:
@@ -373,16 +373,16 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, before
     return {**states[largest], "state": taken}
 
 
-def _without_owner(saved: SavedParameter, before: int) -> SavedParameter:
+def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     """Puts the owner's error into the rank's own, because the chunks get other owners.
 
-    It becomes `before` times as large, because rounds apply the mean over the ranks.
+    It becomes `old_size` times as large, because the mean over these ranks is taken of it next.
     """
     if OWNER_ERROR not in saved.own:
         return saved
     own = dict(saved.own)
     start, owned, error = int(own.pop(OWNER_START)), own.pop(OWNER_ERROR), own["momentum"].clone()
-    error[start : start + len(owned)].add_(owned, alpha=before)
+    error[start : start + len(owned)].add_(owned, alpha=old_size)
     return replace(saved, own={**own, "momentum": error})
 
 

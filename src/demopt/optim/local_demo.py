@@ -332,14 +332,14 @@ class LocalDeMo(ReplicatedOptimizer):
         compared = self._weights.here(frozen)
         for group in replicator.groups[:1] if not self._rounds.in_step else ():
             group["frozen"] = fingerprint(compared)  # for the record of a run
-        if self.local_steps and not (self._rounds.in_step or self._weights.are_apart):
+        if self.local_steps and not (self._rounds.in_step or self._weights.have_start):
             self._weights.hold()
         moments = None
         try:
             moments = self._rounds.join()
         finally:
             if moments is not None or replicator.fingerprint() != before:  # some may have come even if the rest failed
-                if self._rounds.keeps_steps and self._weights.are_apart:
+                if self._rounds.keeps_steps and self._weights.have_start:
                     self._weights.land()
                 elif not (self._rounds.keeps_steps and self.local_steps):
                     self._weights.adopt()
@@ -415,12 +415,12 @@ class LocalDeMo(ReplicatedOptimizer):
             mine = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
             try:
                 if not background:
-                    self._rounds.apply()
+                    self._rounds.exchange_and_apply()
                 elif mine.work is None:
                     self.replicator.send()
             except BaseException:
                 self._weights.keep(mine.finite)
-                if self._rounds.is_open:  # it may move the global weights, not those that steps start from
+                if self._rounds.is_open:  # it may move the global weights: D counts from the local ones
                     self._weights.keep()
                 raise
             self._set_weights(mine.finite)
@@ -430,7 +430,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
         if self._rounds.is_open:
-            self._rounds.apply()
+            self._rounds.exchange_and_apply()
             self._catch_up()
 
     def _catch_up(self) -> None:
@@ -440,7 +440,7 @@ class LocalDeMo(ReplicatedOptimizer):
         try:
             self._rounds.catch_up()
         finally:
-            if not self._weights.are_apart:
+            if not self._weights.have_start:
                 self._weights.adopt()
 
     def _extract(self, sends: bool = False) -> Round:
@@ -529,10 +529,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.let_extract()
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
         counters = {"local_steps": self.local_steps, "transform": self._transform}
-        apart = self.weights_differ
+        with_local = self.weights_differ
         for local, weight in self._weights.global_of.items():
             error = SavedParameter.of(self.replicator.state.get(weight, {}))
-            global_weight, own = self._weights.saved(local, apart)
+            global_weight, own = self._weights.saved(local, with_local)
             shared = {**error.shared, "global": global_weight}
             shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
             found[local] = SavedParameter(shared, {**error.own, **own}, found[local]).entry()
@@ -550,7 +550,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def weights_differ(self) -> bool:
         """Whether this rank's weights are not the global ones."""
-        return bool(self.local_steps or self._weights.are_apart)
+        return bool(self.local_steps or self._weights.have_start)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, if there is one inner optimizer. Call it on all ranks alike, at the same step."""

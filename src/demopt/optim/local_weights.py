@@ -6,13 +6,13 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | a round that was | global | local | e | D is |
 |---|---|---|---|---|
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
+| applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round carries it |
 | skipped or failed | as before | as before; so is start | e + T(D) | in e: a later round carries it |
 | skipped, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
 | in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: a later round carries it |
 
-"So is start": the next pseudo-gradient counts from the local weights of that moment. Otherwise it counts from the
-global weights.
+"So is start": the next pseudo-gradient counts from the local weights of that moment, otherwise from the global ones.
 
 Global weights and start are beside each local weight, or all on the CPU (`state_device`). Then an accelerator runs
 nothing but copies of its local weights, to the host and back.
@@ -71,7 +71,7 @@ class LocalWeights:
         return len(wanted) > len(before)
 
     @property
-    def are_apart(self) -> bool:
+    def have_start(self) -> bool:
         """Whether the local weights carry a pseudo-gradient from before the last round."""
         return bool(self.start_of)
 
@@ -184,10 +184,10 @@ class LocalWeights:
             self.aside = {}
             self._copy((kept, local) for local, kept in aside.items())
 
-    def saved(self, local: Tensor, apart: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns a parameter's global weight, and what this rank has of its own; `apart`: also its local weight."""
+    def saved(self, local: Tensor, with_local: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns a parameter's global weight, and what this rank has of its own, `with_local` its local one."""
         self.notice_loaded()
-        own = {"local": self.aside.get(local, local).detach()} if apart else {}
+        own = {"local": self.aside.get(local, local).detach()} if with_local else {}
         return self.global_of[local].detach(), own | ({"start": self.start_of[local]} if local in self.start_of else {})
 
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:

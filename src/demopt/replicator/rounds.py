@@ -124,7 +124,7 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
-    def apply(self) -> None:
+    def exchange_and_apply(self) -> None:
         """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""
         try:
             self.replicator.apply(self.replicator.exchange())

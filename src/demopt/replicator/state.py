@@ -19,11 +19,11 @@ SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, wo
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 _OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
 _OWN = ("momentum", "local", "start", SAVED_BY, *_OF_OWNERS)
-# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" or "momentum" there. So it calls the
-# replicator's parts by other names, left; what is not in this table is the inner optimizer's.
-_NAME_HERE = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
-_NAME_HERE |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *_OF_OWNERS)}
-_NAME_IN_LOCAL = {name: there for there, name in _NAME_HERE.items()}
+# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" or "momentum" there. So the replicator's
+# parts have other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's.
+_FROM_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
+_FROM_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *_OF_OWNERS)}
+_TO_LOCAL = {name: in_local for in_local, name in _FROM_LOCAL.items()}
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class SavedParameter:
     def of(entry: Mapping[str, Any]) -> SavedParameter:
         """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
         saved = SavedParameter({}, {}, {})
-        for there, value in entry.items():
-            name = _NAME_HERE.get(there) if "global" in entry else there if "momentum" in entry else None
+        for given, value in entry.items():
+            name = _FROM_LOCAL.get(given) if "global" in entry else given if "momentum" in entry else None
             part = saved.inner if name is None else saved.own if name in _OWN else saved.shared
-            part[name or there] = value
+            part[name or given] = value
         return saved
 
     def entry(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class SavedParameter:
 
     def name_there(self, name: str) -> str:
         """Returns the name that the entry has for a shared or own part."""
-        return _NAME_IN_LOCAL[name] if "global" in self.shared else name
+        return _TO_LOCAL[name] if "global" in self.shared else name
 
     @property
     def of_replicator(self) -> dict[str, Any]:
@@ -84,33 +84,33 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
                 _adopt(before[parameter].get(name), rows)
-                state.setdefault(parameter, {})[name] = _apart(rows)
+                state.setdefault(parameter, {})[name] = _own_memory(rows)
     _attach_owners(state, before, wiring)
-    saver = wiring.inputs.rank, wiring.inputs.world_size
+    rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
         if state.get(parameter):
             entry = state[parameter]
             entry |= {"step": round_number, SAVED_BY: None}
-            entry[SAVED_BY] = torch.tensor([*saver, *shard_of(parameter), len(entry)], device="cpu")
+            entry[SAVED_BY] = torch.tensor([*rank_and_size, *shard_of(parameter), len(entry)], device="cpu")
 
 
 def _attach_owners(state: State, before: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
     """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
-    saver = wiring.inputs.rank, wiring.inputs.world_size
+    rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     owned = dict(wiring.route.own_state())
-    kept = {parameter for parameter, own in owned.items() if _keeps(before[parameter], own, saver)}
+    kept = {parameter for parameter, own in owned.items() if _keeps(before[parameter], own, rank_and_size)}
     for parameter, entry in before.items():
         if OWNER_ERROR in entry and parameter not in kept:
-            # Rounds apply the mean over W ranks, so the error goes into this rank's momentum W times as large.
+            # Rounds apply the mean over the ranks of now, so the error enters this rank's momentum that many times.
             start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-            state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=saver[1])
+            state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=rank_and_size[1])
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
     for parameter, own in owned.items():
         _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
-        state[parameter] |= {name: _apart(value) for name, value in own.items()}
+        state[parameter] |= {name: _own_memory(value) for name, value in own.items()}
 
 
-def _apart(rows: Tensor) -> Tensor:
+def _own_memory(rows: Tensor) -> Tensor:
     """Returns the same memory as a tensor of which a copy, or a file, takes no more than it holds.
 
     A view takes the whole buffer along. Elsewhere than on a CPU `state_dict` copies views.

@@ -147,7 +147,7 @@ class FolderRounds(Rounds):
             self._open = self._round_of(bytes_of(restored["message"]), in_momentum=True)
         self._restored = {}
         if self.is_open:
-            self.apply()
+            self.exchange_and_apply()
 
     def _end_later_message(self) -> bool:
         """Ends the open round if the worker has sent a message for it after it saved the state; whether it has."""
@@ -158,7 +158,7 @@ class FolderRounds(Rounds):
             self._open = self._round_of(data, in_momentum=False)
         except MessageError:  # it counts for nobody
             return False
-        self.apply()
+        self.exchange_and_apply()
         if self.run.last is not None and self.run.last.manifest.round == number:
             self._meet_own(self.run.last.manifest)
         return True
@@ -226,7 +226,7 @@ class FolderRounds(Rounds):
     def is_open(self) -> bool:
         return self._open is not None or self.replicator.in_flight
 
-    def apply(self) -> None:
+    def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
 
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. The last sender to

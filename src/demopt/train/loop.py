@@ -46,7 +46,7 @@ class Training:
 
 
 class Steps(Protocol):
-    """The steps of a worker: of a connected rank, or of one in a folder, where workers come and go."""
+    """The steps of a worker: `Connected` in worker.py; in a folder, where workers come and go, runs/worker.py."""
 
     number: int  # the step that was drawn last
     tokens: int  # trained on so far, by all workers
@@ -65,7 +65,7 @@ class Steps(Protocol):
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; returns whether the rows, which are not reported yet, are complete and can be.
 
-        `seconds`: the gradient's. `pause`: the model is evaluated or saved next, so no round may stay in flight.
+        `seconds`: the gradient's. `pause`: the model is evaluated or saved next; connected ranks end all rounds.
         """
 
     def after_report(self, row: Row) -> None:

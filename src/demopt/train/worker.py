@@ -127,9 +127,9 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     out = OutFolder(Path(config.out))
     corpus, (config, model) = team.agree(lambda: _prepare(config, team))
-    first, text = team.gather((config.record(), corpus.fingerprint))[0]
+    settings, fingerprint = team.gather((config.record(), corpus.fingerprint))[0]
     same = "start all workers with the same settings"
-    team.agree(lambda: check_same_run(config, corpus.fingerprint, first, text, "rank 0", same))
+    team.agree(lambda: check_same_run(config, corpus.fingerprint, settings, fingerprint, "rank 0", same))
     found = None
     if config.resume:
         found = team.agree(lambda: checkpoint.find(out.checkpoints, config, corpus.fingerprint))

@@ -131,7 +131,7 @@ class Worker:
         run: FolderExchange,
         device: torch.device,
     ) -> None:
-        self.config, self.out, self.corpus, self.run, self.stopping = config, out, corpus, run, run.asked_to_stop
+        self.config, self.out, self.corpus, self.run = config, out, corpus, run
         torch.set_num_threads(config.threads or cores())
         self.team = Team(0, 1, device, SingleRank())
         self.model = model.to(self.team.device)
@@ -195,7 +195,7 @@ class Worker:
                 report.say(f"others: demopt join {config.run}{key} --out runs/joined")
             self._hear()  # of a round that an error had left open
             self._heard = {}
-            training = Training(config, out, self.team, self.corpus, self.model, self.method, report, self.stopping)
+            training = Training(config, out, self.team, self.corpus, self.model, self.method, report, run.asked_to_stop)
             try:
                 train_steps(training, self)
             except DemoptError:
@@ -234,7 +234,7 @@ class Worker:
                 self.optimizer.flush()
                 self._hear()
             else:
-                run.leaving = self.stopping()
+                run.leaving = run.asked_to_stop()
                 self._finish_round(math.nan)
         return []
 
@@ -242,7 +242,7 @@ class Worker:
         """Takes a local step, and finishes the round if it is due or nothing is left to read."""
         run, row = self.run, rows[-1]
         self._sequences += self._step_sequences
-        run.leaving = self.stopping() or self.number == self.config.steps
+        run.leaving = run.asked_to_stop() or self.number == self.config.steps
         self.optimizer.local_step()
         self.sizes.measured(self._step_sequences, seconds)
         has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
