@@ -256,10 +256,10 @@ class Worker:
                 again = True
                 while again:  # a round, as LocalDeMo does it
                     if self.folder.is_open:
-                        self.folder.apply()
+                        self.folder.exchange_and_apply()
                         self.folder.catch_up()
                     self.tokens.extract()
-                    self.folder.apply()
+                    self.folder.exchange_and_apply()
                     self.folder.catch_up()
                     self.rested()
                     again = self.folder.repeats
