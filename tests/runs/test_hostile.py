@@ -151,11 +151,8 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
 
 def test_wish_to_stop_is_of_one_run():
     store = ObjectStore()
-    assert log.read_stop(store, RUN) is None
     log.put_stop(store, 7, RUN)
-    first = log.read_stop(store, RUN)
-    log.put_stop(store, 7, RUN)
-    assert first != log.read_stop(store, RUN)  # a new wish, which those who joined after the old one obey
+    assert log.read_stop(store, RUN) is not None
     with pytest.raises(MessageError, match="stop is of another run"):
         log.read_stop(store, "another")
 
@@ -407,9 +404,7 @@ class Blind(FolderExchange):
 class Second(FolderExchange):
     """A worker whose manifests are put after another's: it may see Blind's message before Blind's manifest."""
 
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.may_decide = threading.Event()
+    may_decide = threading.Event()
 
     def _propose(self, manifest):
         self.may_decide.wait()
@@ -418,40 +413,45 @@ class Second(FolderExchange):
 
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
     monkeypatch.setattr(exchange, "_SEEN", 0.0)
-    store, said, workers = ObjectStore(), [], []
-    for kind in (Blind, Second):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        run = kind(store, late=60.0, keep_log=True)
-        run.worker, run.say = kind.__name__, said.append
-        optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
-        optimizer.join()
-        workers.append((model, run, optimizer))
-    (_, blind, _), (_, victim, theirs) = workers
-    victim.late = 1e9
-
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.local_step()
-        optimizer.finish_round()
-
+    store = ObjectStore()
+    kinds = enumerate((Blind, Second))
+    blind, victim = (Worker(store, number, group=kind(store, late=60.0), sync_every=1) for number, kind in kinds)
+    blind.optimizer.join()
+    victim.run.late = 1e9
     for turn in range(2):
-        number = int(theirs.replicator.round_number)
-        victim.may_decide.clear()
-        waits = threading.Thread(target=step, args=(workers[1][0], theirs))
+        victim.run.may_decide.clear()
+        waits = threading.Thread(target=victim.step)
         waits.start()
-        while log.look(store, number).messages != {"Second"}:
+        while log.look(store, victim.rounds).messages != {"w1"}:
             time.sleep(0.005)
-        blind.late = 0.0
-        step(workers[0][0], workers[0][2])
+        blind.run.late = 0.0
+        blind.step()
         if turn:  # left out for the second time, it sends its work again at once, and decides that round itself
-            victim.late = 0.0
-        victim.may_decide.set()
+            victim.run.late = 0.0
+        victim.run.may_decide.set()
         waits.join()
-    assert [text for text in said if "lacks this worker's message, which was there before" in text]
-    assert victim.left_out == 0
-    assert [sender.worker for sender in victim.decided.senders] == ["Second"]
+    assert [text for text in victim.said if "lacks this worker's message, which was there before" in text]
+    assert victim.run.left_out == 0
+    assert [sender.worker for sender in victim.run.decided.senders] == ["w1"]
+
+
+class Unheard(FolderExchange):
+    """A worker before whose messages a member puts a manifest without senders, in 50 rounds."""
+
+    def exchange_round(self, wiring, header, message, attached):
+        assert header.round_number < 50
+        chain = log.digest_of(attached.before)
+        self._propose(log.Manifest(self.record.identity, header.round_number, "liar", [], {}, {}, {}, chain))
+        return super().exchange_round(wiring, header, message, attached)
+
+
+def test_wish_to_stop_is_obeyed_by_a_worker_that_a_member_leaves_out_of_every_round():
+    store = ObjectStore()
+    worker = Worker(store, 0, group=Unheard(store, late=0.0, patience=0.0))
+    worker.optimizer.join()
+    log.put_stop(store, 0, worker.run.record.identity)
+    while not worker.run.stopping:
+        worker.round()
 
 
 # The recipe for a bucket in which each worker may write its own names only

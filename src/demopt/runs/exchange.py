@@ -300,9 +300,8 @@ class FolderExchange(VaryingExchange):
         look, members = partial(log.look, self.store, number), sorted(before.members if before else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # Nothing is put into a folder without the manifest before, and no long upload is made for a round that is over.
-        # Where neither can be, the put goes beside the look. A wish to stop goes into this worker's message, so that
-        # whoever reads it among several looks first.
+        # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
+        # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
         in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
         put = partial(self._put, mine) if puts_at_once else lambda: None
@@ -398,7 +397,8 @@ class FolderExchange(VaryingExchange):
                 )
         if outcome is None or outcome.error is None:
             self.decided = manifest
-        self.stopping = self.stopping or manifest.stop
+        # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
+        self.stopping = self.stopping or manifest.stop or (self._saw_stop and self.left_out > 9)
 
     def later(self, call: Callable[[], None]) -> None:
         """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
