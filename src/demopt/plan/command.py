@@ -138,7 +138,7 @@ def _alternatives(console: Console, case: Case) -> None:
     for (method, every), loss in LOSS_ABOVE_DDP.items():
         if method == "DeMo" or every > plan.local.sync_every:
             rarely = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=every))
-            flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every} --momentum 0.95"
+            flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every}"
             rows.append((dataclasses.replace(case, plan=rarely).seconds(method, workers), flags, loss))
     console.print(f"Exchange is {share:.0%} of a step. It takes less with")
     for seconds, flags, loss in rows:
