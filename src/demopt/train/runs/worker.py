@@ -155,10 +155,8 @@ class Worker:
     @property
     def steps_done(self) -> int:
         """The run's steps: those of its rounds, whoever took them, and this worker's local ones since."""
-        replicator = self.optimizer.replicator
-        steps = (
-            int(replicator.round_number) + replicator.in_flight
-        ) * self.config.sync_every + self.optimizer.local_steps
+        rounds = int(self.optimizer.replicator.round_number) + self.optimizer.replicator.in_flight
+        steps = rounds * self.config.sync_every + self.optimizer.local_steps
         return min(self.config.steps, steps) if self.config.steps else steps
 
     @property
