@@ -120,8 +120,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Adds the keys of other ranks; called by DCP."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = metadata.state_dict_metadata if metadata is not None else {}
-        # DCP reads the keys of `self.state_dict`, here those of this rank, and puts each object where `self.mappings`
-        # says. Instead of this rank's key it gets those of the old ranks that it takes over from, with a placeholder.
+        # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
+        # The keys there are this rank's; instead come those of the old ranks that it takes over from. Their value only
+        # says that an object is to be read, which replaces it: so this rank's entry serves for all.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
@@ -133,7 +134,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if old_size and key not in saved:  # DCP would refuse a key that is not there
                 del self.state_dict[key]
         for key, entry in list(self.state_dict.items()):
-            if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:  # of an earlier demopt
+            if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:  # nothing is read
                 del self.state_dict[key]
                 entry.values = {}
 

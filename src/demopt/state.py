@@ -281,7 +281,7 @@ def consolidate(
     if not 0 <= to < exchange.world_size:
         raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
     exchange.await_all("consolidate_state_dict()")
-    before = exchange.sent_bytes + exchange.received_bytes
+    moved = -(exchange.sent_bytes + exchange.received_bytes)
     file = io.BytesIO()
     torch.save(_own_entries(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -297,7 +297,7 @@ def consolidate(
         for row, data in zip(rows if rows is not None else (), received, strict=True):
             left = torch.frombuffer(data, dtype=torch.uint8)[start : start + len(piece)]
             left.copy_(row[: len(left)])
-    moved = exchange.sent_bytes + exchange.received_bytes - before
+    moved += exchange.sent_bytes + exchange.received_bytes
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
     usual = wiring.route.bytes_each_way / every or 1.0  # a rank alone sends nothing
     if not here:

@@ -77,8 +77,8 @@ def _own(folder: str, number: int, rank: int, world_size: int) -> list[dict[str,
     files = list(Path(folder).glob(_name(number, "*", "*")))
     if not files:
         return []
-    before = int(files[0].stem.rpartition("_")[2])
-    needed = [_name(number, old, before) for old in (range(before) if before != world_size else [rank])]
+    old_size = int(files[0].stem.rpartition("_")[2])
+    needed = [_name(number, old, old_size) for old in (range(old_size) if old_size != world_size else [rank])]
     missing = set(needed) - {path.name for path in files}
     if missing:
         raise ValueError(
@@ -86,4 +86,4 @@ def _own(folder: str, number: int, rank: int, world_size: int) -> list[dict[str,
             "into one folder"
         )
     states = [torch.load(Path(folder, name), map_location="cpu", weights_only=True) for name in needed]
-    return states if before == world_size else [reshard(states, world_size)[rank]]
+    return states if old_size == world_size else [reshard(states, world_size)[rank]]

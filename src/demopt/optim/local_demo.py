@@ -283,7 +283,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._weights.untouched and "shared" not in self._warned:
             self.mistakes.look_before_showing()
             self._warned |= {"shared"}
-        return self._weights.shown()
+        return self._weights.shared()
 
     @unrecorded
     def fingerprint(self, state: bool = False) -> int:
@@ -327,7 +327,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if is_first:
             look_at_models(self)
         self._weights.begin()
-        before = replicator.fingerprint()
+        weights_before = replicator.fingerprint()
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
         compared = self._weights.here(frozen)
         for group in replicator.groups[:1] if not self._rounds.in_step else ():
@@ -338,7 +338,8 @@ class LocalDeMo(ReplicatedOptimizer):
         try:
             moments = self._rounds.join()
         finally:
-            if moments is not None or replicator.fingerprint() != before:  # some may have come even if the rest failed
+            # some weights may have come even if the rest failed
+            if moments is not None or replicator.fingerprint() != weights_before:
                 if self._rounds.keeps_steps and self._weights.have_start:
                     self._weights.land()
                 elif not (self._rounds.keeps_steps and self.local_steps):
@@ -376,18 +377,18 @@ class LocalDeMo(ReplicatedOptimizer):
             return losses[-1]
 
         unscale = unscaling_of(self)
-        inside, before = closure is not None and unscale is None and self._inner.takes_closure, None
+        inside, collectives = closure is not None and unscale is None and self._inner.takes_closure, None
         if inside:  # the optimizer computes the gradients, once or, as SAM does, at several places
             self._inner.step(evaluate)
         else:
             if closure is not None:
                 evaluate()
-            finite, before = self._take_gradients(unscale), self.mistakes.collectives()
+            finite, collectives = self._take_gradients(unscale), self.mistakes.collectives()
             # without a GradScaler nothing here waits: gradients that are not finite show in the next round
             if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
                 self._inner.step()
         self.local_steps += 1
-        self.mistakes.look_after_step(before)
+        self.mistakes.look_after_step(collectives)
         self.replicator.stats = Stats(route=self.replicator.stats.route)
         return losses[0] if losses else None
 
@@ -420,8 +421,8 @@ class LocalDeMo(ReplicatedOptimizer):
                     self.replicator.send()
             except BaseException:
                 self._weights.keep(mine.finite)
-                if self._rounds.is_open:  # it may move the global weights: D counts from the local ones
-                    self._weights.keep()
+                if self._rounds.is_open and not mine.finite:  # it may move the global weights later, not these
+                    self._weights.hold()
                 raise
             self._set_weights(mine.finite)
             self._catch_up()
@@ -481,11 +482,11 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Returns whether a parameter begins to train.
         """
-        groups, before = self._inner.groups, self._weights.parameters
+        groups, known = self._inner.groups, self._weights.parameters
         parameters = [p for group in groups for p in group["params"]]
-        if [*map(id, parameters)] != [*map(id, before)]:
+        if [*map(id, parameters)] != [*map(id, known)]:
             check_parameters(parameters)
-            if not {*map(id, before)} <= {*map(id, parameters)}:
+            if not {*map(id, known)} <= {*map(id, parameters)}:
                 raise RuntimeError(
                     "an inner optimizer has lost parameters; build LocalDeMo anew for those that are left"
                 )
@@ -569,14 +570,14 @@ class LocalDeMo(ReplicatedOptimizer):
             self.inner[0].add_param_group(param_group)
             return
         weights = self._weights
-        before = weights.parameters, weights.global_of
+        kept = weights.parameters, weights.global_of
         self.inner[0].add_param_group(param_group)
         try:
             self._follow_inner()
             self.replicator.wiring()  # refuses what its settings do not allow
         except BaseException:
             del self.inner[0].param_groups[-1]
-            weights.parameters, weights.global_of = before
+            weights.parameters, weights.global_of = kept
             self.param_groups[:] = self._inner.groups
             self.replicator.groups[:] = self._replicated_groups()
             raise

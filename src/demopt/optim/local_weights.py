@@ -42,7 +42,7 @@ class LocalWeights:
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
-        self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shown`
+        self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
     def create(self, also: Collection[Tensor] = ()) -> bool:
@@ -50,10 +50,10 @@ class LocalWeights:
 
         They are at least float32, because the update of a round is smaller than bfloat16 resolves.
         """
-        before = self.global_of
-        wanted = [each for each in self.parameters if each.requires_grad or each in before or each in also]
-        if len(wanted) > len(before):  # in the order of the parameters, which is the same on all ranks
-            self.global_of = {local: before[local] if local in before else self._wide(local) for local in wanted}
+        known = self.global_of
+        wanted = [each for each in self.parameters if each.requires_grad or each in known or each in also]
+        if len(wanted) > len(known):  # in the order of the parameters, which is the same on all ranks
+            self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
         for local, global_weight in self.global_of.items():
             if self._state_device is None and global_weight.device != local.device:
                 raise RuntimeError(
@@ -68,7 +68,7 @@ class LocalWeights:
                 )
             if global_weight.requires_grad != local.requires_grad:
                 global_weight.requires_grad_(local.requires_grad)
-        return len(wanted) > len(before)
+        return len(wanted) > len(known)
 
     @property
     def have_start(self) -> bool:
@@ -168,7 +168,7 @@ class LocalWeights:
     # Evaluating and saving
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """The context in which the model has the global weights."""
         if self.aside or not self.global_of:
             yield

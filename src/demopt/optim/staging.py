@@ -69,7 +69,7 @@ class _Lane:
 
     def down(self, pairs: list[Pair]) -> None:
         """Device to host; returns when all is there."""
-        before: list[Pair] = []
+        arrived: list[Pair] = []
         with self._on_stream():
             for slot, load in self._loads(pairs, source_travels=True):
                 arriving = []
@@ -77,11 +77,11 @@ class _Lane:
                     staged.copy_(source, non_blocking=self._stream is not None)
                     arriving.append((staged, target))
                 self._record(slot)
-                if before:
-                    self._unload(1 - slot, before)
-                before, last = arriving, slot
-            if before:
-                self._unload(last, before)
+                if arrived:
+                    self._unload(1 - slot, arrived)
+                arrived, last = arriving, slot
+            if arrived:
+                self._unload(last, arrived)
 
     def up(self, pairs: list[Pair]) -> None:
         """Host to device; what this thread launches from now on sees it."""
@@ -140,13 +140,13 @@ class _Lane:
         if self._stream is None:
             yield
             return
-        before = torch.accelerator.current_stream(self._device)
-        self._stream.wait_stream(before)
+        current = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(current)
         torch.accelerator.set_stream(self._stream)
         try:
             yield
         finally:
-            torch.accelerator.set_stream(before)
+            torch.accelerator.set_stream(current)
 
     def _record(self, slot: int) -> None:
         if self._stream is not None:

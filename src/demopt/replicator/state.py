@@ -71,10 +71,10 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
     entries share; it takes the newest of theirs.
     """
-    before = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
-    counters = [torch.as_tensor(entry["step"], device="cpu") for entry in before.values() if "step" in entry]
+    entries = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
+    counters = [torch.as_tensor(entry["step"], device="cpu") for entry in entries.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
-    for parameter, entry in before.items():
+    for parameter, entry in entries.items():
         if entry and parameter.requires_grad:
             state[parameter] = {}
         elif entry:  # apart from the old buffer, which nothing else needs any more
@@ -83,9 +83,9 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     for chunk_group in wiring.chunk_groups:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
-                _adopt(before[parameter].get(name), rows)
+                _adopt(entries[parameter].get(name), rows)
                 state.setdefault(parameter, {})[name] = _own_memory(rows)
-    _attach_owners(state, before, wiring)
+    _attach_owners(state, entries, wiring)
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
         if state.get(parameter):
@@ -94,19 +94,19 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
             entry[SAVED_BY] = torch.tensor([*rank_and_size, *shard_of(parameter), len(entry)], device="cpu")
 
 
-def _attach_owners(state: State, before: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
+def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
     """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     owned = dict(wiring.route.own_state())
-    kept = {parameter for parameter, own in owned.items() if _keeps(before[parameter], own, rank_and_size)}
-    for parameter, entry in before.items():
+    kept = {parameter for parameter, own in owned.items() if _keeps(entries[parameter], own, rank_and_size)}
+    for parameter, entry in entries.items():
         if OWNER_ERROR in entry and parameter not in kept:
             # Rounds apply the mean over the ranks of now, so the error enters this rank's momentum that many times.
             start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
             state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=rank_and_size[1])
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
     for parameter, own in owned.items():
-        _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+        _adopt(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
         state[parameter] |= {name: _own_memory(value) for name, value in own.items()}
 
 
