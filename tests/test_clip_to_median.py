@@ -130,11 +130,11 @@ def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
     optimizers, messages = _built([0, 1, 2, 3], [], True)
     route = optimizers[0].replicator.wiring().route
     decoded = route.layout.checked(messages[:, HEADER_BYTES:])
-    agreed = torch.stack([each.agreement(each.length) for each in decoded]).sum(0)
+    agreed = torch.stack([each.agreement() for each in decoded]).sum(0)
     for each in decoded:
         each.codes[0, ::2] = 0
         each.signs[0, 1::2] ^= 255
-    changed = torch.stack([each.agreement(each.length) for each in decoded]).sum(0)
+    changed = torch.stack([each.agreement() for each in decoded]).sum(0)
     assert trusted(agreed) == [0, 1, 2, 3]
     assert bool((changed[0, 0, 1:] < 0).all())
     assert trusted(changed) == [1, 2, 3]
@@ -147,7 +147,7 @@ def test_agreement_is_the_literal_count() -> None:
         each.codes.fill_(2032)
         signs = 1 - 2 * each.negative.long()
         literal = torch.einsum("wcn,vcn->wv", signs, signs) * FULL
-        found = each.agreement(each.length)[0]
+        found = each.agreement()[0]
         off = ~torch.eye(4, dtype=torch.bool)
         assert torch.equal(found[off], literal[off])
 

@@ -147,7 +147,7 @@ def test_apply_of_the_strongest_gives_the_bits_of_core(
 def _sign_bits(values_WCN: Tensor) -> SignBits:
     encoded = [encode_signs(values_CN) for values_CN in values_WCN]
     signs_WCS, scale_WC = (torch.stack(parts) for parts in zip(*encoded, strict=True))
-    return SignBits(signs_WCS, values_WCN.shape[2], codes=scale_code(scale_WC))
+    return SignBits(signs_WCS, length=values_WCN.shape[2], codes=scale_code(scale_WC))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -166,7 +166,7 @@ def test_extract_and_subtraction_of_signs_match_core(level: int, shape: tuple[in
     assert int((codes - scale_code(own_scales)).abs().max()) <= 1  # magnitudes are added in another order, then rounded
     kept = momentum.flatten(1).clone()
     step.subtract_sent(kept, signs.unsqueeze(0), codes.unsqueeze(0), alpha=0.5, decay=0.75)
-    q = SignBits(signs.unsqueeze(0), scene.length, codes=codes.unsqueeze(0)).values[0]
+    q = SignBits(signs.unsqueeze(0), length=scene.length, codes=codes.unsqueeze(0)).values[0]
     assert torch.equal(kept, (momentum.flatten(1) - 0.5 * q) * 0.75)
 
 

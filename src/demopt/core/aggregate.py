@@ -14,21 +14,18 @@ from demopt.core.constants import constant
 REDUCTIONS = ("senders", "mean")
 
 
-def aggregate(
-    positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN: Tensor, spare_CN: Tensor | None = None
-) -> None:
+def aggregate(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN: Tensor, spare_CN: Tensor) -> None:
     """Writes the reduced coefficients to `out_CN`, dense, with zeros where no rank sent anything.
 
     "senders" divides each sum by the number of ranks that sent that position, "mean" by W. Ranks are added one at a
-    time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`,
-    shaped like `out_CN`, is overwritten and saves an allocation.
+    time, in order, so that the sum has the same bits on all ranks and every device. Overwrites the spare.
 
     Examples:
         >>> positions = torch.tensor([[[0, 2]], [[0, 1]]])
-        >>> values, out = torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]]), torch.empty(1, 4)
-        >>> aggregate(positions, values, "senders", out), out
+        >>> values, (out, spare) = torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]]), torch.empty(2, 1, 4)
+        >>> aggregate(positions, values, "senders", out, spare), out
         (None, tensor([[3., 6., 2., 0.]]))
-        >>> aggregate(positions, values, "mean", out), out
+        >>> aggregate(positions, values, "mean", out, spare), out
         (None, tensor([[3., 3., 1., 0.]]))
     """
     world_size = positions_WCK.shape[0]
@@ -39,9 +36,13 @@ def aggregate(
         return
     if reduction == "mean":  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
         out_CN.div_(constant((world_size,), out_CN.dtype, out_CN.device))
-    else:
-        spare_CN = torch.empty_like(out_CN) if spare_CN is None else spare_CN
-        _divide_by_senders(positions_WCK, out_CN, spare_CN)
+        return
+    # Only at positions that a rank sent: ranks that sent the same one write the same quotient.
+    senders_CN, one = spare_CN.zero_(), out_CN.new_ones(())
+    for positions_CK in positions_WCK:
+        senders_CN.scatter_add_(1, positions_CK, one.expand(positions_CK.shape))
+    sent_CM = positions_WCK.transpose(0, 1).flatten(1)
+    out_CN.scatter_(1, sent_CM, out_CN.gather(1, sent_CM).div_(senders_CN.gather(1, sent_CM)))
 
 
 def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, pair_2CN: Tensor) -> None:
@@ -77,15 +78,3 @@ def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) 
         out_CN.add_(values_CN.to(out_CN.dtype).mul_(weight))
     if sum(weights) > 1:  # by a tensor, as in `aggregate`
         out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
-
-
-def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor) -> None:
-    """Divides only at positions that a rank sent; ranks that sent the same position write the same quotient."""
-    one = out_CN.new_ones(())
-    senders_CN.zero_()
-    for positions_CK in positions_WCK:
-        senders_CN.scatter_add_(1, positions_CK, one.expand(positions_CK.shape))
-    sent_CM = positions_WCK.transpose(0, 1).flatten(1)
-    divisors_CM = senders_CN.gather(1, sent_CM)
-    quotients_CM = out_CN.gather(1, sent_CM).div_(divisors_CM)
-    out_CN.scatter_(1, sent_CM, quotients_CM)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demopt.core.aggregate import aggregate, aggregate_at_once
 from demopt.core.constants import constant
-from demopt.core.transform import basis
+from demopt.core.transform import basis, times_rows
 
 _EXACT = 1 << 24  # float32 represents every integer up to this
 _BASIS_LIMIT = 127  # largest entry of an integer basis
@@ -184,12 +184,8 @@ def inverse(
     The bases' own units are not among them. `positive_zeros`: no zero has a sign, as after adding +0.
     """
     count, r, c = chunks_Crc.shape
-    units = []
-    if r > 1:
-        units.append(_shrink(chunks_Crc, r))
-        torch.bmm(rows_rr.T.expand(count, r, r), chunks_Crc, out=spare_Crc)
-    else:
-        torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
+    units = [_shrink(chunks_Crc, r)] if r > 1 else []
+    times_rows(chunks_Crc, rows_rr.T, spare_Crc)
     units.append(_shrink(spare_Crc, c))
     flat, out = spare_Crc.view(count * r, c), chunks_Crc.view(count * r, c)
     if positive_zeros and not out.is_cpu:  # a GPU adds a vector in the product itself

@@ -46,7 +46,7 @@ def accumulate(
     momentum_Crc: Tensor, chunks_Crc: Tensor, bases: tuple[Tensor, Tensor], spare: Tensor, decay: float, scale: float
 ) -> None:
     """momentum = decay momentum + scale A X B^T for every chunk, in place; `spare` [C, r, c] is overwritten."""
-    _times_rows(chunks_Crc, bases[0], spare)
+    times_rows(chunks_Crc, bases[0], spare)
     count, r, c = chunks_Crc.shape
     flat = momentum_Crc.view(count * r, c)
     torch.addmm(flat, spare.view(count * r, c), bases[1].T, beta=decay, alpha=scale, out=flat)
@@ -54,12 +54,12 @@ def accumulate(
 
 def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare: Tensor) -> None:
     """Z <- A^T Z B for every chunk, in place; `spare` [C, r, c] is overwritten."""
-    _times_rows(chunks_Crc, rows_rr.T, spare)
+    times_rows(chunks_Crc, rows_rr.T, spare)
     count, r, c = chunks_Crc.shape
     torch.mm(spare.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
 
 
-def _times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
+def times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
     """out[i] = A chunks[i]; chunks of one row (vectors) are only scaled by A's single entry, which is +-1."""
     count, r, _ = chunks_Crc.shape
     if r == 1:

@@ -165,7 +165,7 @@ class DeMo(ReplicatedOptimizer):
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
-        if not self.replicator.session.has_compared:
+        if not self.replicator.session.has_met:
             look_at_models(self)
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         self._note_gradients(gradients)

@@ -323,7 +323,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._rounds.has_joined:
             return
         replicator, exchange = self.replicator, self.replicator.session.exchange
-        is_first = not replicator.session.has_compared
+        is_first = not replicator.session.has_met
         if is_first:
             look_at_models(self)
         self._weights.begin()
@@ -529,7 +529,8 @@ class LocalDeMo(ReplicatedOptimizer):
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
         self.replicator.let_extract()
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
-        counters = {"local_steps": self.local_steps, "transform": self._transform}
+        transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
+        counters = {"local_steps": self.local_steps, "transform": transform}
         with_local = self.weights_differ
         for local, weight in self._weights.global_of.items():
             error = SavedParameter.of(self.replicator.state.get(weight, {}))
@@ -542,11 +543,6 @@ class LocalDeMo(ReplicatedOptimizer):
     @state.setter
     def state(self, state: object) -> None:
         """Does nothing: torch's constructor makes a state, but each part of this one has its place."""
-
-    @property
-    def _transform(self) -> int:
-        """The place of the transform among all: the error is in its domain."""
-        return TRANSFORM_NUMBERS[self._settings["transform"]]
 
     @property
     def weights_differ(self) -> bool:

@@ -146,7 +146,6 @@ class LocalWeights:
 
     def land(self) -> None:
         """With delay, after the last round in flight: local <- global - the pseudo-gradient that was not sent."""
-        _forget_casts()
         if self.start_of:
             self._go_by_own_steps(self._local_ones(), True)
             self.start_of = {}

@@ -162,7 +162,7 @@ class Mistakes:
         """Tells, before the first step, if the weights are not those that all ranks will then have."""
         optimizer = self._optimizer
         session, mine, theirs = optimizer.replicator.session, f"{optimizer.fingerprint():x}", None
-        if not session.has_compared:
+        if not session.has_met:
             theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
         if not (optimizer._rounds.in_step or optimizer._rounds.has_joined):
             warn("shared() came before join(): these are this worker's own weights, not the run's")

@@ -49,7 +49,7 @@ class Owner(Route):
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
-        self.parts = Parts(self.layout.sections, world_size, SIGN_GRANULE)
+        self.parts = Parts(self.layout.sections, world_size)
         self.runs = self.parts.runs[rank]  # the chunks that this rank owns, by chunk group
         self.errors = [
             chunk_group.flat_momentum.new_zeros(run.stop - run.start, chunk_group.key.length)
@@ -157,7 +157,6 @@ class Parts:
 
     sections: tuple[Section, ...]
     world_size: int
-    granule: int
 
     @cached_property
     def runs(self) -> list[list[slice]]:
@@ -166,14 +165,14 @@ class Parts:
         The granules of all sections lie end to end, each as long as its elements. An owner's run ends at the boundary
         nearest to the end of its 1/W of the total, so that parts differ by a granule at most.
         """
-        sizes = [self.granule * section.length for section in self.sections]  # of a granule
-        counts = [-(-section.chunks // self.granule) for section in self.sections]
+        sizes = [SIGN_GRANULE * section.length for section in self.sections]  # of a granule
+        counts = [-(-section.chunks // SIGN_GRANULE) for section in self.sections]
         total = sum(count * size for count, size in zip(counts, sizes, strict=True))
         ends = [total * owner // self.world_size for owner in range(self.world_size + 1)]
         runs, begin = [], 0
         for section, size, count in zip(self.sections, sizes, counts, strict=True):
             nearest = [max((end - begin + size // 2) // size, 0) for end in ends]
-            bounds = [min(number * self.granule, section.chunks) for number in nearest]
+            bounds = [min(number * SIGN_GRANULE, section.chunks) for number in nearest]
             runs.append([slice(start, stop) for start, stop in pairwise(bounds)])
             begin += count * size
         return [[each[owner] for each in runs] for owner in range(self.world_size)]

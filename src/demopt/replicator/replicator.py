@@ -96,10 +96,14 @@ class Round:
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     extracted: threading.Event | None = None  # where that extracts, too: set when the momentum is at rest again
     outcome: Outcome | None = None  # where senders vary
-    row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
     exchanged: bool = False  # the exchange and all comparisons after it are done
+
+    @property
+    def row(self) -> int | None:
+        """The row of this rank's message in the result; None: it was left out, where senders vary."""
+        return self.header.rank if self.outcome is None else self.outcome.row
 
     @property
     def finite(self) -> bool:
@@ -125,7 +129,6 @@ class Replicator:
     """
 
     def __init__(self, groups: list[dict[str, Any]], state: State, options: Options, process_group: Any) -> None:
-        options.check()
         self.groups = groups
         self.state = state
         self.options = options
@@ -227,8 +230,7 @@ class Replicator:
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
         exchange = self.session.exchange
         if isinstance(exchange, VaryingExchange):
-            due = self.options.fingerprint_every and current.header.round_number % self.options.fingerprint_every == 0
-            hashed = self.fingerprint(state=True) if due else None
+            hashed = self.fingerprint(state=True) if self.options.fingerprint_due(current.header.round_number) else None
             current.attached = exchange.attachment(wiring, current.header, hashed)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
@@ -245,10 +247,9 @@ class Replicator:
     def _begin(self, wiring: Wiring) -> Round:
         if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
             self.session.agree(wiring, self.header)
-        header, every = self.header(wiring), self.options.fingerprint_every
-        new = Round(wiring, header, row=wiring.inputs.rank)
-        due = every > 0 and header.round_number % every == 0
-        if due and header.round_number and header.world_size > 1 and self.session.has_compared:
+        header = self.header(wiring)
+        new, due = Round(wiring, header), self.options.fingerprint_due(header.round_number)
+        if due and header.round_number and header.world_size > 1 and self.session.has_met:
             new.differing_copies = difference_of_copies(wiring, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
@@ -321,8 +322,7 @@ class Replicator:
             if isinstance(exchange, VaryingExchange):
                 outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
                 assert outcome.result is not None
-                current.outcome, current.row, current.result = outcome, outcome.row, outcome.result
-                messages = outcome.result.messages
+                current.outcome, current.result, messages = outcome, outcome.result, outcome.result.messages
             else:
                 messages = current.wiring.route.exchange(current.message, exchange, current.header)
         stats = current.stats  # a round may travel twice

@@ -35,7 +35,7 @@ class Outcome:
     """
 
     row: int | None
-    result: Result | None
+    result: Result | None  # None: it was dropped, after the round
     error: DemoptError | None = None
 
 

@@ -199,7 +199,7 @@ class Gather(Route):
         """Leaves out the ranks that work against the others. Their momenta lose what they have sent all the same."""
         if decoded[0].world_size < 3:
             return decoded
-        agreements = [decoded[number].agreement(self.chunk_groups[number].key.length) for number in self._judged]
+        agreements = [decoded[number].agreement() for number in self._judged]
         ranks = trusted(torch.stack([each.cpu() for each in agreements]).sum(0))
         if len(ranks) == decoded[0].world_size:
             return decoded

@@ -66,7 +66,7 @@ class Session:
         return self._exchange
 
     @property
-    def has_compared(self) -> bool:
+    def has_met(self) -> bool:
         """Whether a handshake has come, with these ranks."""
         return self._agreed is not None
 

@@ -39,7 +39,10 @@ class SavedParameter:
         """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
         saved = SavedParameter({}, {}, {})
         for given, value in entry.items():
-            name = _FROM_LOCAL.get(given) if "global" in entry else given if "momentum" in entry else None
+            if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
+                name = None
+            else:
+                name = _FROM_LOCAL.get(given) if "global" in entry else given
             part = saved.inner if name is None else saved.own if name in _OWN else saved.shared
             part[name or given] = value
         return saved

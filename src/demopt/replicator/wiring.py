@@ -42,11 +42,14 @@ class Options:
     background: bool = False
     config_facts: Callable[[], Facts] = tuple
 
-    def check(self) -> None:
-        """Raises ValueError if an option is invalid."""
+    def __post_init__(self) -> None:
         check_choice("route", self.route, ("auto", *ROUTES))
         check_choice("kernels", self.kernels, KERNELS)
         check_count("fingerprint_every", self.fingerprint_every, low=0)
+
+    def fingerprint_due(self, round_number: int) -> bool:
+        """Whether ranks compare their parameters in this round."""
+        return self.fingerprint_every > 0 and round_number % self.fingerprint_every == 0
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,8 @@ class Wiring:
         options = self.inputs.options
         facts = {"route": options.route, "fingerprint_every": str(options.fingerprint_every)}
         facts |= {"delay": str(int(options.background)), **dict(options.config_facts()), "wire version": str(VERSION)}
-        for number, settings in enumerate(self.settings):
-            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts().items()}
+        for number, texts in enumerate(self.texts):
+            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in texts.items()}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"

@@ -34,6 +34,7 @@ _LIMIT = 1e35  # also of float64, which float32 parameters may receive
 class Coefficients(ABC):
     """The decoded coefficients of W ranks: the strongest, or the signs of all. `names` are tensors [W, C, ...]."""
 
+    length: int  # N
     codes: Tensor | None = None  # of scales [W, C]; None: values are floats
     samples: tuple[int, ...] = (1,)  # [W]: the ranks' weights in the mean of signs
     top: Tensor | None = None  # `exact.largest_exponents` of the codes, if they are known
@@ -91,12 +92,12 @@ class Coefficients(ABC):
         """The values as floating-point numbers [W, C, K or N]; NaN where the code of a scale is invalid."""
 
     @abstractmethod
-    def compact(self, length: int) -> Coefficients:
+    def compact(self) -> Coefficients:
         """Returns a narrow copy, as kernels read it. Nothing is lost of coefficients without a fault."""
 
     @abstractmethod
-    def agreement(self, length: int) -> Tensor:
-        """Returns how far each two ranks agree, as `trusted` takes it, int64 [2, W, W]; N is `length`.
+    def agreement(self) -> Tensor:
+        """Returns how far each two ranks agree, as `trusted` takes it, int64 [2, W, W].
 
         A coefficient counts as much as it is large in its chunk, and its chunk as it is large among the ranks'.
         """
@@ -144,24 +145,24 @@ class Strongest(Coefficients):
     def values(self) -> Tensor:
         return self.numbers if self.codes is None else self.numbers * self.scales.unsqueeze(-1)
 
-    def compact(self, length: int) -> Coefficients:
+    def compact(self) -> Coefficients:
         """3 bytes per coefficient, if values are integers and N is at most 32,768."""
-        positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
+        positions = self.positions.to(torch.int16 if self.length <= 1 << 15 else torch.int32)
         if self.codes is None:
             return replace(self, positions=positions)
         return replace(self, positions=positions, numbers=self.numbers.to(torch.int8), codes=self.codes.to(torch.int16))
 
-    def agreement(self, length: int) -> Tensor:
+    def agreement(self) -> Tensor:
         numbers_WCK = self.numbers.to(torch.float64)
         peaks_WC = numbers_WCK.abs().amax(-1)
         weights_WC = _chunk_weights(peaks_WC if self.codes is None else peaks_WC * self.scales)
         shares_WCK = (numbers_WCK * FULL / peaks_WC.clamp(min=_TINY).unsqueeze(-1)).round().to(torch.float32)
         found_2WW = torch.zeros(2, len(peaks_WC), len(peaks_WC), dtype=torch.int64, device=peaks_WC.device)
-        at_once = max(1, _AT_ONCE // length)
+        at_once = max(1, _AT_ONCE // self.length)
         for start in range(0, peaks_WC.shape[1], at_once):
             here = slice(start, start + at_once)
             part_WCK, positions_WCK = shares_WCK[:, here], self.positions[:, here].to(torch.int64)
-            dense_WCN = part_WCK.new_zeros(*part_WCK.shape[:2], length).scatter_(2, positions_WCK, part_WCK)
+            dense_WCN = part_WCK.new_zeros(*part_WCK.shape[:2], self.length).scatter_(2, positions_WCK, part_WCK)
             dense_CWN = dense_WCN.transpose(0, 1)
             signs_CNW = dense_CWN.sign().transpose(1, 2)
             equal_CWW = (dense_CWN @ signs_CNW).to(torch.int64)  # exact: whole numbers below 2**24
@@ -212,13 +213,12 @@ class SignBits(Coefficients):
     the weighted mean.
 
     Examples:
-        >>> signs = SignBits(torch.tensor([[[0b101]]], dtype=torch.uint8), 3, codes=torch.tensor([[2032]]))
+        >>> signs = SignBits(torch.tensor([[[0b101]]], dtype=torch.uint8), length=3, codes=torch.tensor([[2032]]))
         >>> signs.values
         tensor([[[-1.,  1., -1.]]])
     """
 
     signs: Tensor
-    length: int
     codes: Tensor = field(kw_only=True)
 
     names = ("signs",)
@@ -233,21 +233,20 @@ class SignBits(Coefficients):
         scales = self.scales.unsqueeze(-1)
         return torch.where(self.negative, -scales, scales)
 
-    def agreement(self, length: int) -> Tensor:
+    def agreement(self) -> Tensor:
         world_size, chunks = self.codes.shape
         equal_WWC = torch.zeros(world_size, world_size, chunks, dtype=torch.int64, device=self.codes.device)
-        at_once = max(1, _AT_ONCE // length) if self.codes.is_cpu else chunks
+        at_once = max(1, _AT_ONCE // self.length) if self.codes.is_cpu else chunks
         for start in range(0, chunks, at_once):
             for one in range(world_size):
                 for other in range(one):
                     here = slice(start, start + at_once)
-                    equal_C = length - 2 * differing_bits(self.signs[one, here], self.signs[other, here])
+                    equal_C = self.length - 2 * differing_bits(self.signs[one, here], self.signs[other, here])
                     equal_WWC[one, other, here] = equal_WWC[other, one, here] = equal_C
         agreement_WW = (_chunk_weights(self.scales.to(torch.float64)).unsqueeze(1) * equal_WWC).sum(-1)
-        return torch.stack((agreement_WW, torch.full_like(agreement_WW, chunks * length)))
+        return torch.stack((agreement_WW, torch.full_like(agreement_WW, chunks * self.length)))
 
-    def compact(self, length: int) -> Coefficients:
-        del length
+    def compact(self) -> Coefficients:
         return replace(self, codes=self.codes.to(torch.int16))
 
     def clipped_to_median(self) -> Coefficients:

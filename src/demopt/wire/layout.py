@@ -122,7 +122,7 @@ class Section:
         if self.all_signs:
             assert codes is not None
             signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
-            return SignBits(signs, self.length, codes=codes, samples=samples), faults
+            return SignBits(signs, length=self.length, codes=codes, samples=samples), faults
         if self.keep == self.length:
             positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
         else:
@@ -131,7 +131,7 @@ class Section:
         numbers = quantizer.numbers(parts[-1], chunks, self.keep)
         if codes is None:
             faults.append((UNUSABLE, unusable_numbers(numbers)))
-        return Strongest(positions, numbers, codes=codes, samples=samples), faults
+        return Strongest(positions, numbers, length=self.length, codes=codes, samples=samples), faults
 
     def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
@@ -142,7 +142,7 @@ class Section:
         for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
             part, faults = self.decode(data_WB, run)
             refuse(faults, rank)
-            parts.append(part.compact(self.length))
+            parts.append(part.compact())
         return Coefficients.cat(parts, dim=1)
 
     @cached_property
