@@ -147,13 +147,13 @@ def _outline(value: Any) -> list[int] | str:
 
 def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: Hyperparameters, number: int) -> None:
     """Raises ValueError unless momentum and rule's state are finite and fit `weights`, which are in group `place`."""
-    key, chunks = group_key(weights, place, settings)
+    key, cut = group_key(weights, place, settings)
     entry, where = saved.of_replicator, f"the state of parameter {number}"
     names = ("momentum", *settings.update.state_names())
     for name in names:
         if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
             continue
-        expected = [chunks.chunks, 1 if name in settings.update.weights else key.length]
+        expected = [cut.chunks, 1 if name in settings.update.weights else key.length]
         if (came := _outline(entry.get(name))) != expected:
             raise ValueError(
                 f"{where} (shape {list(weights.shape)}) should hold a {name} of shape {expected}, but holds {came}: it "
@@ -161,9 +161,9 @@ def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: 
             )
     if OWNER_ERROR in entry:
         came, start = _outline(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
-        if len(came) != 2 or came[1] != key.length or not 0 <= start <= chunks.chunks - int(came[0]):
+        if len(came) != 2 or came[1] != key.length or not 0 <= start <= cut.chunks - int(came[0]):
             raise ValueError(
-                f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {chunks.chunks} "
+                f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {cut.chunks} "
                 f"chunks of {key.length}: it was saved for another model"
             )
     for name in (*names, OWNER_ERROR):

@@ -29,9 +29,6 @@ def check_number(
     Examples:
         >>> check_number("momentum_decay", 0, high=1.0)
         0.0
-        >>> check_number("momentum_decay", 1.0, high=1.0)
-        Traceback (most recent call last):
-        ValueError: momentum_decay is 1.0; it must lie in [0, 1)
     """
     try:
         if isinstance(value, str):  # float() would parse it
@@ -48,13 +45,7 @@ def check_number(
 
 
 def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
-    """Returns a whole number from `low` to `high`; TypeError or ValueError otherwise.
-
-    Examples:
-        >>> check_count("sync_every", 0)
-        Traceback (most recent call last):
-        ValueError: sync_every is 0; it must be at least 1
-    """
+    """Returns a whole number from `low` to `high`; TypeError or ValueError otherwise."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -68,11 +59,12 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
     return count
 
 
-def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises ValueError unless the value is one of the known names."""
+def check_choice(name: str, value: Any, known: Iterable[str]) -> Any:
+    """Returns the value; ValueError unless it is one of the known names."""
     known = tuple(known)
     if value not in known:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}{suggestion(value, known)}")
+    return value
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:

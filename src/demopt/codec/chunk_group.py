@@ -112,11 +112,11 @@ class ChunkGroup:
 def group_key(parameter: Tensor, number: int, settings: Hyperparameters) -> tuple[GroupKey, Chunking]:
     """Returns the key of the chunk group for a parameter of parameter group `number`, and the parameter's chunking."""
     local = to_local(parameter)
-    chunks = chunking(tuple(local.shape), settings.chunk, settings.chunking)
+    cut = chunking(tuple(local.shape), settings.chunk, settings.chunking)
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    keep = settings.keep_count(chunks.chunk_shape[0] * chunks.chunk_shape[1])
+    keep = settings.keep_count(cut.chunk_shape[0] * cut.chunk_shape[1])
     traits = (keep, settings.values, settings.transform, dtype, local.device, settings.is_exact(dtype))
-    return GroupKey(number, chunks.chunk_shape, *traits), chunks
+    return GroupKey(number, cut.chunk_shape, *traits), cut
 
 
 def build(
@@ -133,8 +133,8 @@ def build(
     members: dict[GroupKey, list[Member]] = {}
     for place, (number, parameter) in enumerate(parameters):
         if parameter.requires_grad:
-            key, chunks = group_key(parameter, number, settings[number])
-            members.setdefault(key, []).append(Member(place, parameter, chunks))  # also without chunks: it has a state
+            key, cut = group_key(parameter, number, settings[number])
+            members.setdefault(key, []).append(Member(place, parameter, cut))  # also without chunks: it has a state
     old = {_buffers_of(chunk_group.key, chunk_group.members): chunk_group for chunk_group in before}
     return [
         ChunkGroup(key, settings[key.param_group], mine, kernels, old.get(_buffers_of(key, mine)))

@@ -52,28 +52,21 @@ def decompress(
         by_sign = chunk_group.rule.signs_only
         chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), by_sign, factors)
         return
+    rule = chunk_group.rule
     for block in chunk_group.blocks:
-        pair = workspace.pair(chunk_group, block.stop - block.start)
+        pair = workspace.pair(chunk_group, block.stop - block.start)  # [2, C, r, c]: U, then phi(U), and a spare
         part = coefficients.chunks(block.start, block.stop)
-        if chunk_group.rule.whole_matrix:
-            invert(chunk_group, part, pair)
-            _update_matrices(chunk_group, block, pair, round_number, takes_shard)
+        if rule.signs_only:
+            _direction_by_sign(chunk_group, part, pair)
         else:
-            direction(chunk_group, part, pair, block.start)
-            update_parameters(chunk_group, block, pair, round_number)
-
-
-def direction(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor, first: int) -> None:
-    """Steps 6, 7 and phi of step 8: writes phi(U) of the chunks to the first tensor of `pair` [2, C, r, c].
-
-    Updates the rule's state of chunks [first, first + C).
-    """
-    if chunk_group.rule.signs_only:
-        _direction_by_sign(chunk_group, coefficients, pair)
-        return
-    invert(chunk_group, coefficients, pair)
-    state = {name: tensor[first : first + pair.shape[1]] for name, tensor in chunk_group.rule_state.items()}
-    chunk_group.rule(pair[0], pair[1], state)
+            invert(chunk_group, part, pair)
+        if rule.whole_matrix:
+            _update_matrices(chunk_group, block, pair, round_number, takes_shard)
+            continue
+        if not rule.signs_only:
+            state = {name: tensor[block.start : block.stop] for name, tensor in chunk_group.rule_state.items()}
+            rule(pair[0], pair[1], state)
+        update_parameters(chunk_group, block, pair, round_number)
 
 
 def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> None:

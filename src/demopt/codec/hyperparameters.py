@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,19 +28,6 @@ LAYOUT = (*FIXED, "top_k", "values", "exact", "update", "clip_to_median")
 _GONE = {
     "route": "; it always has gather: leave it out",  # of DeMo
     "alpha": "; all that was sent leaves the error: leave it out",  # of LocalDeMo
-}
-_CHOICES = {
-    "transform": tuple(TRANSFORMS),
-    "reduction": REDUCTIONS,
-    "values": tuple(QUANTIZERS),
-    "gradient_scale": (*GRADIENT_SCALES, "sum"),
-    "chunking": CHUNKINGS,
-}
-_NUMBERS: dict[str, dict[str, Any]] = {  # name: limits
-    "lr": {},
-    "momentum_decay": {"high": 1.0, "closed_high": True},  # 1: of LocalDeMo's error alone
-    "alpha": {"high": 1.0, "open_low": True, "closed_high": True},
-    "weight_decay": {},
 }
 
 
@@ -130,7 +117,7 @@ class Hyperparameters:
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Hyperparameters":
         """Reads a parameter group; ValueError or TypeError if a value is not allowed."""
-        found = {name: _checked(name, value) for name, value in group.items() if name in NAMES}
+        found = {name: _CHECKS[name](name, value) for name, value in group.items() if name in NAMES}
         top_k, chunk = found.get("top_k", 1), found.get("chunk", 1)
         if found.get("momentum_decay") == 1 and found.get("gradient_scale") != "sum":
             raise ValueError("momentum_decay is 1.0; it must lie in [0, 1)")
@@ -205,19 +192,34 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "update": str(rule_of(group["update"]))} if "update" in group else found
 
 
-def _checked(name: str, value: Any) -> Any:
-    if name in _NUMBERS:
-        return check_number(name, value, **_NUMBERS[name])
-    if name == "top_k" and value is None:
-        return None
-    if name in ("top_k", "chunk"):
-        return check_count(name, value)
-    if name == "update":
-        return rule_of(value)
-    if name in _CHOICES:
-        check_choice(name, value, _CHOICES[name])
-    elif name in ("maximize", "clip_to_median") and not isinstance(value, bool):
+def _yes_or_no(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; give True or False")
-    elif name == "exact" and value not in (True, False, None):
-        raise TypeError(f"exact is {value!r}; give True, False, or None (where possible)")
     return value
+
+
+def _exact(name: str, value: Any) -> Any:
+    if value not in (True, False, None):
+        raise TypeError(f"{name} is {value!r}; give True, False, or None (where possible)")
+    return value
+
+
+_up_to_one = partial(check_number, high=1.0, closed_high=True)
+#: The check of each hyper-parameter, which returns the value as it counts.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "lr": check_number,
+    "momentum_decay": _up_to_one,  # 1: of LocalDeMo's error alone
+    "alpha": partial(_up_to_one, open_low=True),
+    "weight_decay": check_number,
+    "top_k": lambda name, value: None if value is None else check_count(name, value),
+    "chunk": check_count,
+    "update": lambda _, value: rule_of(value),
+    "transform": partial(check_choice, known=TRANSFORMS),
+    "reduction": partial(check_choice, known=REDUCTIONS),
+    "values": partial(check_choice, known=QUANTIZERS),
+    "gradient_scale": partial(check_choice, known=(*GRADIENT_SCALES, "sum")),
+    "chunking": partial(check_choice, known=CHUNKINGS),
+    "exact": _exact,
+    "clip_to_median": _yes_or_no,
+    "maximize": _yes_or_no,
+}

@@ -92,10 +92,10 @@ def padded(matrix: Tensor) -> Tensor:
 def members_of(chunkings: Sequence[Chunking]) -> Any:
     """Returns the C array of a chunk group's members, without their data."""
     members, first = (Member * len(chunkings))(), 0
-    for member, whole in zip(members, chunkings, strict=True):
-        member.rows, member.columns = whole.matrix
-        member.across, member.first = whole.grid[1], first
-        first += whole.chunks
+    for member, cut in zip(members, chunkings, strict=True):
+        member.rows, member.columns = cut.matrix
+        member.across, member.first = cut.grid[1], first
+        first += cut.chunks
     return members
 
 
@@ -282,7 +282,7 @@ class Kernel:
         shapes = [tuple(basis.shape) for basis in (*bases, *inverse_bases)]
         if max(sides) > SIDE or shapes != 2 * [(side, side) for side in sides] or not 0 <= (keep or 0) <= self._length:
             raise ValueError(f"bases have shapes {shapes}, and {keep} of a chunk's coefficients are to be kept")
-        if any(whole.chunk_shape != sides for whole in chunkings):
+        if any(cut.chunk_shape != sides for cut in chunkings):
             raise ValueError(f"chunks do not have the shape {sides} of the bases")
         self._bases = Folded(bases[0]), Folded(bases[1], of_columns=True, transposed=True)
         self._inverse_bases = Folded(inverse_bases[0]), Folded(inverse_bases[1], of_columns=True)
@@ -291,7 +291,7 @@ class Kernel:
         structs = [basis.struct for basis in self._inverse_bases]
         self._inverse = (*structs, address("basis", self._padded_rows, torch.float32), *bits, basis_unit)
         self._members = members_of(chunkings)
-        self._chunks = sum(whole.chunks for whole in chunkings)
+        self._chunks = sum(cut.chunks for cut in chunkings)
 
     def extract(
         self,

@@ -332,6 +332,8 @@ class LocalDeMo(ReplicatedOptimizer):
         compared = self._weights.here(frozen)
         for group in replicator.groups[:1] if not self._rounds.in_step else ():
             group["frozen"] = fingerprint(compared)  # for the record of a run
+        # A run's weights may replace the global ones: local steps since the last round, which a later message may
+        # carry, then count from the weights that they began at.
         if self.local_steps and not (self._rounds.in_step or self._weights.have_start):
             self._weights.hold()
         moments = None
@@ -607,6 +609,7 @@ class LocalDeMo(ReplicatedOptimizer):
         check_sizes(state_dict, self.param_groups)
         settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
         saved_of = read(state_dict, self.param_groups, settings, whose, local=True)
+        # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         self._inner.load(state_dict["param_groups"], inner)
         self._weights.create(also=saved_of)

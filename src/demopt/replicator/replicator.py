@@ -283,17 +283,7 @@ class Replicator:
         number, exchange = current.header.round_number, self.session.exchange
         try:
             self.session.agree(current.wiring, self.header)
-            if current.work is None:
-                messages = self._travel(current, exchange)
-            else:
-                try:
-                    with record_function("demopt.wait"):
-                        messages = current.work.result()
-                except BaseException:  # one that failed may travel again; one that goes on is in flight
-                    if current.work.done() and current.work.exception() is not None:
-                        current.work = None
-                    raise
-                self.session.receive([messages, *(current.result.tensors if current.result is not None else ())])
+            messages = self._travel(current, exchange) if current.work is None else self._arrived(current, current.work)
             if current.outcome is None:
                 try:
                     if current.result is None or current.result.messages is not messages:
@@ -330,6 +320,18 @@ class Replicator:
         current.stats = replace(
             stats, sent_bytes=stats.sent_bytes + sent, received_bytes=stats.received_bytes + received
         )
+        return messages
+
+    def _arrived(self, current: Round, work: "Future[Tensor]") -> Tensor:
+        """Waits for the messages of a round in flight. One that failed may travel again."""
+        try:
+            with record_function("demopt.wait"):
+                messages = work.result()
+        except BaseException:  # also an interrupt: the round is then in flight still
+            if work.done() and work.exception() is not None:
+                current.work = None
+            raise
+        self.session.receive([messages, *(current.result.tensors if current.result is not None else ())])
         return messages
 
     def _extracted(self) -> Round:

@@ -47,7 +47,7 @@ class Session:
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
         self._agreed: Route | None = None  # that ranks have compared settings for; None: no handshake has come
-        self._compared: list[int] = []  # ids of the parameters whose order and weights were compared
+        self._order: list[int] = []  # of the parameters, by id, when their names and weights were compared
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
         self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
         self._owes_comparison = False  # see `leave`
@@ -106,7 +106,7 @@ class Session:
         alike = [(held.exchange, held.tensors(wiring, momenta=False)) for held in inside]
         facts = {**wiring.facts(), _STEP: str(round_number)}
         order = [*map(id, parameters)]
-        is_new = self._agreed is None or order != self._compared
+        is_new = self._agreed is None or order != self._order
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
             told = gather_values(exchange, [digest(repr(facts)), int(is_new)], device)
             if any(theirs != told[0][0] for theirs, _ in told):
@@ -120,7 +120,7 @@ class Session:
                 for rank, names in enumerate(named):
                     check_order(f"rank {rank} has", "rank 0", named[0], names)
                 equalize_weights(exchange, tensors, device)
-        self._compared = order
+        self._order = order
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Remembers a hash of this step's gradients, and whether one is not zero, while `compares_gradients`."""

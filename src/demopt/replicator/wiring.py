@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,17 @@ class Options:
         return self.fingerprint_every > 0 and round_number % self.fingerprint_every == 0
 
 
+class Seen(NamedTuple):
+    """A parameter as the wiring has seen it; `group` is the number of its parameter group."""
+
+    group: int
+    identity: int
+    dtype: torch.dtype
+    device: torch.device
+    trains: bool
+    shape: torch.Size
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of a wiring: options, this rank, and values and parameters of each group. Cheap to compare."""
@@ -60,7 +71,7 @@ class Inputs:
     rank: int
     world_size: int
     values: list[tuple[Any, ...]]  # of hyperparameters.NAMES
-    parameters: list[tuple[Any, ...]]
+    parameters: list[Seen]
 
     @staticmethod
     def of(groups: list[dict[str, Any]], options: Options, rank: int, world_size: int) -> "Inputs":
@@ -70,7 +81,7 @@ class Inputs:
             found = [group.get(name) for name in NAMES]
             values.append(tuple([value.item() if isinstance(value, Tensor) else value for value in found]))
         parameters = [
-            (number, id(p), p.dtype, p.device, p.requires_grad, p.shape)
+            Seen(number, id(p), p.dtype, p.device, p.requires_grad, p.shape)
             for number, group in enumerate(groups)
             for p in group["params"]
         ]
@@ -109,15 +120,15 @@ class Wiring:
     @property
     def names(self) -> list[str]:
         """The names of all parameters in error messages."""
-        numbers = [known[0] for known in self.inputs.parameters]  # of groups, which may have got more since
+        numbers = [seen.group for seen in self.inputs.parameters]  # of groups, which may have got more since
         return [
             f"param_groups[{number}]['params'][{place - numbers.index(number)}]" for place, number in enumerate(numbers)
         ]
 
     def require_unchanged(self) -> None:
         """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""
-        for name, parameter, known in zip(self.names, self.parameters, self.inputs.parameters, strict=True):
-            came, was = (parameter.dtype, parameter.device, parameter.shape), (known[2], known[3], known[5])
+        for name, parameter, seen in zip(self.names, self.parameters, self.inputs.parameters, strict=True):
+            came, was = (parameter.dtype, parameter.device, parameter.shape), (seen.dtype, seen.device, seen.shape)
             if came != was:
                 raise ValueError(f"{name} was {was} when gradients were extracted, and is {came}; call rollback()")
             if parameter.is_cpu:
@@ -230,12 +241,12 @@ def make_route(
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:
     """Raises ValueError if a hyper-parameter, or a shape, that determines the momentum's layout changed."""
-    shapes = {known[1]: known[5] for known in before.parameters}
-    for place, (number, identity, *_, shape) in enumerate(after.parameters):
-        if shapes.get(identity, shape) != shape:
+    shapes = {seen.identity: seen.shape for seen in before.parameters}
+    for place, seen in enumerate(after.parameters):
+        if (was := shapes.get(seen.identity, seen.shape)) != seen.shape:
             raise ValueError(
-                f"parameter {place}, of param_groups[{number}], had shape {list(shapes[identity])} and has "
-                f"{list(shape)}: its data was replaced, but the momentum is laid out by shape; make a new optimizer"
+                f"parameter {place}, of param_groups[{seen.group}], had shape {list(was)} and has {list(seen.shape)}: "
+                "its data was replaced, but the momentum is laid out by shape; make a new optimizer"
             )
     for number, (old, new) in enumerate(zip(before.values, after.values, strict=False)):
         for name in FIXED:

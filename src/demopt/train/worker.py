@@ -52,16 +52,13 @@ class Connected:
 
     @property
     def ended(self) -> bool:
-        """Whether the step that was drawn last is the run's last."""
         return self.part == 1 if self._total else self.number == self.config.steps
 
     @property
     def part(self) -> float | None:
-        """With --epochs, the part of the sequences that is read."""
         return self.tokens // (self.config.sequence or 1) / self._total if self._total else None
 
     def draw(self) -> Windows:
-        """Returns the windows of this rank's next step; none if the run is over."""
         if self._stopped or self.ended:
             return []
         config, team, train = self.config, self.training.team, self.training.corpus.train
