@@ -25,10 +25,6 @@ def check_number(
     """Returns the value as a float; TypeError if it is not a number, ValueError if it is outside [low, high).
 
     `open_low` excludes the lower end, `closed_high` includes the upper one. A tensor with one element is a number.
-
-    Examples:
-        >>> check_number("momentum_decay", 0, high=1.0)
-        0.0
     """
     try:
         if isinstance(value, str):  # float() would parse it

@@ -70,7 +70,7 @@ class _Scene:
             if tensor is not None:
                 part.copy_(problems.chunks_of(tensor, self.whole))
         flat = chunks.flatten(0, 1)
-        transform.accumulate(expected, flat, self.bases, torch.empty_like(flat), 0.9, 0.5)
+        transform.accumulate(expected, flat, self.bases, torch.empty_like(flat), (0.9, 0.5))
         return expected
 
     def assert_applies(self, received: Received, Q: Tensor, units: Tensor, sent: Tensor) -> None:

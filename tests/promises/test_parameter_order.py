@@ -20,12 +20,6 @@ def model_of(seed: int = 0) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8).requires_grad_(False))
 
 
-def optimizer_of(kind: str, given: Any, exchange: Any) -> DeMo | LocalDeMo:
-    if kind == "DeMo":
-        return DeMo(given, process_group=exchange)
-    return LocalDeMo(torch.optim.SGD(given, lr=0.1), sync_every=1, process_group=exchange)
-
-
 def plain(model: nn.Module) -> list[Any]:
     return list(model.parameters())
 
@@ -48,7 +42,7 @@ def told(kind: str, of_rank: list[Callable[[], list[Any]]]) -> list[str]:
     def work(exchange: Exchange) -> str:
         given = lists[exchange.rank]
         parameters = [each[-1] if isinstance(each, tuple) else each for each in given]
-        optimizer = optimizer_of(kind, given, exchange)
+        optimizer = problems.optimizer_of(kind, given, process_group=exchange)
         before = [each.detach().clone() for each in parameters]
         problems.set_gradients([each for each in parameters if each.requires_grad], 0, exchange.rank)
         try:
@@ -137,7 +131,8 @@ def test_worker_of_a_folder_with_another_order_does_not_join(given: Callable[[nn
     store = ObjectStore()
 
     def worker(of: list[Any]) -> LocalDeMo:
-        optimizer = optimizer_of("LocalDeMo", of, FolderExchange(store, late=0.0, patience=0.0))
+        run = FolderExchange(store, late=0.0, patience=0.0)
+        optimizer = problems.optimizer_of("LocalDeMo", of, process_group=run)
         assert isinstance(optimizer, LocalDeMo)
         optimizer.join()
         return optimizer

@@ -151,8 +151,8 @@ def test_settings_in_equivalent_forms_agree() -> None:
 # Later differences
 
 
-def _changed_later(rank: int, world_size: int, what: str, settings: dict[str, Any]) -> SettingsError | None:
-    optimizer = problems.demo(**settings)
+def _changed_later(rank: int, world_size: int, what: str) -> SettingsError | None:
+    optimizer = problems.demo()
     problems.train(optimizer, range(2), rank)
     if rank == 1:
         if what == "frozen":
@@ -165,17 +165,17 @@ def _changed_later(rank: int, world_size: int, what: str, settings: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("what", "settings", "said"),
+    ("what", "said"),
     [
-        ("lr", {}, "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01"),
-        ("top_k", {}, "rank 1 has param_groups[0]['top_k'] = 50"),
-        ("frozen", {}, "rank 1 has param_groups[0]['params'][1] = float32 [17, 19], frozen"),
-        ("a group", {}, "rank 1 has param_groups[1]['lr'] = "),
+        ("lr", "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01"),
+        ("top_k", "rank 1 has param_groups[0]['top_k'] = 50"),
+        ("frozen", "rank 1 has param_groups[0]['params'][1] = float32 [17, 19], frozen"),
+        ("a group", "rank 1 has param_groups[1]['lr'] = "),
     ],
 )
-def test_settings_changed_later_are_named_before_apply(what: str, settings: dict[str, Any], said: str) -> None:
+def test_settings_changed_later_are_named_before_apply(what: str, said: str) -> None:
     """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
-    for found in ranks.run(_changed_later, 3, what, settings):
+    for found in ranks.run(_changed_later, 3, what):
         _assert_named(found, 1, said)
 
 

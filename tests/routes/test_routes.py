@@ -67,10 +67,11 @@ def test_demo_has_route_gather() -> None:
 
 
 def test_too_many_ranks_for_exact_sums_are_refused() -> None:
-    assert _demo(4000, values="2-bit")
-    with pytest.raises(ValueError, match="exact sums of 300000 ranks"):
-        _demo(300_000, values="2-bit")
-    assert _demo(300_000, values="2-bit", exact=False)
+    """In 2 bits the sum of more than 2**18 ranks can leave 2**24."""
+    assert _demo(1 << 18, values="2-bit")
+    with pytest.raises(ValueError, match=r"exact sums of 262145 ranks .*; use exact=False"):
+        _demo((1 << 18) + 1, values="2-bit")
+    assert _demo((1 << 18) + 1, values="2-bit", exact=False)
 
 
 MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of chunks, so that several ranks own some

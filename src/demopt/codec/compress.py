@@ -119,7 +119,7 @@ def _by_blocks(
         less = None if minus is None else [minus[piece.member.number] for piece in block.pieces]
         block.read(mine, chunks, spare, less)
         # steps 1 and 2, in one matrix product with an addition
-        transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
+        transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, factors)
         if not everything:  # step 3; positions ascend, as index codes need them
             found = strongest(chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1))
             if len(chunk_group.blocks) == 1:

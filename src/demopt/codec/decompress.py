@@ -54,34 +54,34 @@ def decompress(
         return
     rule = chunk_group.rule
     for block in chunk_group.blocks:
-        pair = workspace.pair(chunk_group, block.stop - block.start)  # [2, C, r, c]: U, then phi(U), and a spare
+        pair_2Crc = workspace.pair(chunk_group, block.stop - block.start)  # U, then phi(U), and a spare
         part = coefficients.chunks(block.start, block.stop)
         if rule.signs_only:
-            _direction_by_sign(chunk_group, part, pair)
+            _direction_by_sign(chunk_group, part, pair_2Crc)
         else:
-            invert(chunk_group, part, pair)
+            invert(chunk_group, part, pair_2Crc)
         if rule.whole_matrix:
-            _update_matrices(chunk_group, block, pair, round_number, takes_shard)
+            _update_matrices(chunk_group, block, pair_2Crc, round_number, takes_shard)
             continue
         if not rule.signs_only:
             state = {name: tensor[block.start : block.stop] for name, tensor in chunk_group.rule_state.items()}
-            rule(pair[0], pair[1], state)
-        update_parameters(chunk_group, block, pair, round_number)
+            rule(pair_2Crc[0], pair_2Crc[1], state)
+        update_parameters(chunk_group, block, pair_2Crc, round_number)
 
 
-def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> None:
-    """Steps 6 and 7: writes U [C, r, c] of the coefficients' chunks to the first tensor of `pair`."""
+def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor) -> None:
+    """Steps 6 and 7: writes U [C, r, c] of the coefficients' chunks to the first tensor of `pair_2Crc`."""
     if chunk_group.inverter is not None:
-        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
+        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair_2Crc[0])
         return
     rows, columns = chunk_group.inverse_bases
-    units_C = _aggregate(chunk_group, coefficients, pair)
+    units_C = _aggregate(chunk_group, coefficients, pair_2Crc)
     if units_C is None:
-        transform.inverse(pair[0], rows, columns, pair[1])
+        transform.inverse(pair_2Crc[0], rows, columns, pair_2Crc[1])
         return
-    for unit_C in exact.inverse(pair[0], rows, columns, pair[1]):
+    for unit_C in exact.inverse(pair_2Crc[0], rows, columns, pair_2Crc[1]):
         units_C = units_C * unit_C
-    pair[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
+    pair_2Crc[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
 
 
 def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -100,13 +100,13 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
     return sums_CN, chunk_group.section.encode(sums_CN, sums_CN)
 
 
-def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, round_number: int) -> None:
-    """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X; the direction is `pair`'s first.
+def update_parameters(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int) -> None:
+    """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X. The pair's first is the direction.
 
     Weight decay is decoupled: it never enters a momentum, and so costs no communication. Overwrites both tensors.
     """
     lr, decay = chunk_group.settings.lr, 1 - chunk_group.settings.lr * chunk_group.settings.weight_decay
-    direction_Crc, factor = pair[0], -lr
+    direction_Crc, factor = pair_2Crc[0], -lr
     if not (chunk_group.rule.signs_only or abs(lr) == 1):  # fused with the addition, some hardware would round once
         direction_Crc.mul_(factor)
         factor = 1.0
@@ -114,8 +114,8 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, round
     dtypes = {target.dtype for target in targets}
     for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # whose rounding changes the directions
         if dtype == torch.bfloat16:
-            _add_and_round(block, pair, (decay, factor), round_number)
-        written = zip(targets, block.write(*pair), strict=True)
+            _add_and_round(block, pair_2Crc, (decay, factor), round_number)
+        written = zip(targets, block.write(*pair_2Crc), strict=True)
         mine = [(target, part.reshape(target.shape)) for target, part in written if target.dtype == dtype]
         of_dtype, directions = [target for target, _ in mine], [direction for _, direction in mine]
         if dtype == torch.bfloat16:
@@ -129,13 +129,13 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, round
                 decay_and_add(target, direction.mul(factor), decay)
 
 
-def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], round_number: int) -> None:
+def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float], round_number: int) -> None:
     """direction <- decay X + factor direction, rounded to bfloat16, for the parameters of that dtype."""
-    (decay, factor), direction_Crc = factors, pair[0]
+    (decay, factor), direction_Crc = factors, pair_2Crc[0]
     narrow = [piece for piece in block.pieces if piece.member.parameter.dtype == torch.bfloat16]
     tensors = [to_local(piece.member.parameter.detach()) if piece in narrow else None for piece in block.pieces]
     wide_Crc = torch.empty_like(direction_Crc)
-    block.read(tensors, wide_Crc, pair[1])
+    block.read(tensors, wide_Crc, pair_2Crc[1])
     torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
     runs = []
     for piece in narrow:
@@ -145,16 +145,16 @@ def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], rou
 
 
 def _update_matrices(
-    chunk_group: ChunkGroup, block: Block, pair: Tensor, round_number: int, takes_shard: TakesShard | None
+    chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int, takes_shard: TakesShard | None
 ) -> None:
-    """Step 8 for a rule that needs whole matrices. U is the first of `pair`; overwrites both tensors.
+    """Step 8 for a rule that needs whole matrices. U is the first of `pair_2Crc`; overwrites both tensors.
 
     On an accelerator, matrices of one shape are orthogonalised in batches.
     """
     settings = chunk_group.settings
     decay = 1 - settings.lr * settings.weight_decay
     batches: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-    for piece, part in zip(block.pieces, block.write(*pair), strict=True):
+    for piece, part in zip(block.pieces, block.write(*pair_2Crc), strict=True):
         number, parameter = piece.member.number, piece.member.parameter
         local = to_local(parameter.detach())
         U = part.reshape(local.shape)
@@ -202,25 +202,25 @@ def _received(chunk_group: ChunkGroup, coefficients: Coefficients) -> kernels.Re
     return coefficients.received(chunk_group.largest_level, chunk_group.settings.reduction)
 
 
-def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> None:
+def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor) -> None:
     """Steps 6, 7 and phi of signum: the units of exact decoding are positive, so U's sign is that of its integers."""
-    out, ties = pair[0], chunk_group.key.ties
+    out, ties = pair_2Crc[0], chunk_group.key.ties
     if ties and chunk_group.inverter is not None:
         chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=True, out_Crc=out)
         return
-    _aggregate(chunk_group, coefficients, pair, by_sign=True)
+    _aggregate(chunk_group, coefficients, pair_2Crc, by_sign=True)
     if chunk_group.key.exact:
-        exact.inverse(out, *chunk_group.inverse_bases, pair[1], positive_zeros=ties)
+        exact.inverse(out, *chunk_group.inverse_bases, pair_2Crc[1], positive_zeros=ties)
     else:
-        transform.inverse(out, *chunk_group.inverse_bases, pair[1])
+        transform.inverse(out, *chunk_group.inverse_bases, pair_2Crc[1])
         if ties:
             out.add_(0.0)  # no zero may be negative
     sign(out, coefficients.codes.any(0) if ties and coefficients.codes is not None else None)
 
 
 def _aggregate(
-    chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor, by_sign: bool = False
+    chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool = False
 ) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, in the returned units [C]."""
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
-    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair.flatten(2), by_sign)
+    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair_2Crc.flatten(2), by_sign)

@@ -43,26 +43,26 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
 
 
 def accumulate(
-    momentum_Crc: Tensor, chunks_Crc: Tensor, bases: tuple[Tensor, Tensor], spare: Tensor, decay: float, scale: float
+    Z_Crc: Tensor, X_Crc: Tensor, bases: tuple[Tensor, Tensor], spare_Crc: Tensor, factors: tuple[float, float]
 ) -> None:
-    """momentum = decay momentum + scale A X B^T for every chunk, in place; `spare` [C, r, c] is overwritten."""
-    times_rows(chunks_Crc, bases[0], spare)
+    """Z <- b Z + s A X B^T for every chunk, in place; `factors` are b and s. Overwrites the spare."""
+    times_rows(X_Crc, bases[0], spare_Crc)
+    count, r, c = X_Crc.shape
+    flat = Z_Crc.view(count * r, c)
+    torch.addmm(flat, spare_Crc.view(count * r, c), bases[1].T, beta=factors[0], alpha=factors[1], out=flat)
+
+
+def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> None:
+    """Z <- A^T Z B for every chunk, in place; overwrites the spare."""
+    times_rows(chunks_Crc, rows_rr.T, spare_Crc)
     count, r, c = chunks_Crc.shape
-    flat = momentum_Crc.view(count * r, c)
-    torch.addmm(flat, spare.view(count * r, c), bases[1].T, beta=decay, alpha=scale, out=flat)
+    torch.mm(spare_Crc.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
 
 
-def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare: Tensor) -> None:
-    """Z <- A^T Z B for every chunk, in place; `spare` [C, r, c] is overwritten."""
-    times_rows(chunks_Crc, rows_rr.T, spare)
-    count, r, c = chunks_Crc.shape
-    torch.mm(spare.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
-
-
-def times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
+def times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out_Crc: Tensor) -> None:
     """out[i] = A chunks[i]; chunks of one row (vectors) are only scaled by A's single entry, which is +-1."""
     count, r, _ = chunks_Crc.shape
     if r == 1:
-        torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=out)
+        torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=out_Crc)
     else:
-        torch.bmm(rows_rr.expand(count, r, r), chunks_Crc, out=out)
+        torch.bmm(rows_rr.expand(count, r, r), chunks_Crc, out=out_Crc)

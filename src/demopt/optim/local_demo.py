@@ -369,6 +369,9 @@ class LocalDeMo(ReplicatedOptimizer):
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
         losses: list[float] = []
+        unscale, collectives = unscaling_of(self), None
+        # whether the optimizer computes the gradients, once or, as SAM does, at several places
+        inside = closure is not None and unscale is None and self._inner.takes_closure
 
         def evaluate() -> float:
             assert closure is not None
@@ -378,9 +381,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 self._take_gradients(None)
             return losses[-1]
 
-        unscale = unscaling_of(self)
-        inside, collectives = closure is not None and unscale is None and self._inner.takes_closure, None
-        if inside:  # the optimizer computes the gradients, once or, as SAM does, at several places
+        if inside:
             self._inner.step(evaluate)
         else:
             if closure is not None:
@@ -410,9 +411,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         if self.local_steps:  # not of a worker that only asks what to read
-            self._warn_unless_trained(others=not self._rounds.in_step)
-        again = True
-        while again:
+            self._warn_unless_trained(alone=self._rounds.in_step)
+        while True:
             self._end_open_round()
             background = self.replicator.options.background
             mine = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
@@ -428,7 +428,8 @@ class LocalDeMo(ReplicatedOptimizer):
                 raise
             self._set_weights(mine.finite)
             self._catch_up()
-            again = self._rounds.repeats
+            if not self._rounds.repeats:
+                return
 
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""

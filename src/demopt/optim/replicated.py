@@ -100,9 +100,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         self._is_trained = self._is_trained or any(gradient is not None for gradient in gradients)
 
-    def _warn_unless_trained(self, others: bool = False) -> None:
-        """Warns, at the first round, if no parameter has had a gradient."""
-        if not self._is_trained and (others or self.replicator.rank_and_size[1] > 1):
+    def _warn_unless_trained(self, alone: bool = True) -> None:
+        """Warns, at the first round, if no parameter has had a gradient; not if a single rank is `alone`."""
+        if not self._is_trained and not (alone and self.replicator.rank_and_size[1] == 1):
             self.warn_once(
                 "untrained",
                 "no parameter of this optimizer has had a gradient before the first round. Were they replaced after it "

@@ -93,7 +93,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     for parameter in wiring.parameters:
         if state.get(parameter):
             entry = state[parameter]
-            entry |= {"step": round_number, SAVED_BY: None}
+            entry |= {"step": round_number, SAVED_BY: None}  # which counts as an entry, too
             entry[SAVED_BY] = torch.tensor([*rank_and_size, *shard_of(parameter), len(entry)], device="cpu")
 
 
