@@ -255,9 +255,9 @@ class LocalDeMo(ReplicatedOptimizer):
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._before_change("apply")
-        mine = self.replicator.round
+        current = self.replicator.round
         self.replicator.apply(messages)
-        self._set_weights(finite=mine is not None and mine.finite)
+        self._set_weights(finite=current is not None and current.finite)
 
     @unrecorded
     def rollback(self) -> None:
@@ -415,18 +415,20 @@ class LocalDeMo(ReplicatedOptimizer):
         while True:
             self._end_open_round()
             background = self.replicator.options.background
-            mine = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
+            current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
             try:
                 if not background:
                     self._rounds.exchange_and_apply()
-                elif mine.work is None:
+                elif current.work is None:
                     self.replicator.send()
             except BaseException:
-                self._weights.keep(mine.finite)
-                if self._rounds.is_open and not mine.finite:  # it may move the global weights later, not these
+                self._weights.keep(current.finite)
+                # A round that an error left open may move the global weights later: local ones that are equal to them
+                # now, after dropped steps, count from here too.
+                if self._rounds.is_open and not current.finite:
                     self._weights.hold()
                 raise
-            self._set_weights(mine.finite)
+            self._set_weights(current.finite)
             self._catch_up()
             if not self._rounds.repeats:
                 return
@@ -454,12 +456,12 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.extract_and_send(starts, minus=weights)  # while the device takes the next steps
         else:
             self.replicator.extract(starts, minus=weights)
-        mine = self.replicator.round
-        assert mine is not None
-        if not mine.finite:
+        current = self.replicator.round
+        assert current is not None
+        if not current.finite:
             self._inner.restart()
         self.mistakes.look_at_rates()
-        return mine
+        return current
 
     def _set_weights(self, finite: bool) -> None:
         """After a round: sets local weights and start by the table of local_weights.py."""

@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Connected:
-    """The steps of connected ranks, which take equally many; `resumed` is the checkpoint that they go on from.
+    """The `Steps` of connected ranks, which take equally many; `resumed` is the checkpoint that they go on from.
 
     With --epochs each step takes the next sequences of the epoch, and the ranks consecutive parts of them. So the place
     in the epoch is the tokens so far, whatever the number of workers has been.
