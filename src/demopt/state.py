@@ -241,8 +241,9 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
 
 def among(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
-    """Returns this rank's part of all ranks' states, by rank; if other ranks saved them, its share: rank 0 warns.
+    """Returns a rank's part of all ranks' states, which come by rank.
 
+    If another number of ranks saved them, that is its share, and rank 0 warns.
     `old_size`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
     """
     if old_size is None:
@@ -270,8 +271,8 @@ def consolidate(
     """Returns, on rank `to`, each rank's part of the state by rank, on the CPU, and a warning if that was much.
 
     All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
-    `weights_only`, so no code travels. The cost is then in the replicator's stats; much is the traffic of more than
-    MANY_STEPS steps, of which `every` have one round. Other ranks get None.
+    `weights_only`, so no code travels. The cost is then in the replicator's stats. It is much if MANY_STEPS steps, with
+    a round every `every` steps, send less. Other ranks get None.
 
     Raises:
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:

@@ -81,15 +81,7 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[
 
 
 def warn(text: str) -> None:
-    """Issues a UserWarning that points at the nearest caller outside demopt and torch.
-
-    Examples:
-        >>> with warnings.catch_warnings(record=True) as seen:
-        ...     warnings.simplefilter("always")
-        ...     warn("ranks differ")
-        >>> str(seen[0].message)
-        'ranks differ'
-    """
+    """Issues a UserWarning that points at the nearest caller outside demopt and torch."""
     import torch
 
     # torch wraps `step` and functions without gradients, so its frames also lie between the user's line and ours

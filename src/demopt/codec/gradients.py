@@ -47,12 +47,6 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
 
     Raises:
         TypeError: a gradient is sparse or complex.
-
-    Examples:
-        >>> parameter = torch.nn.Parameter(torch.zeros(2))
-        >>> parameter.grad = torch.ones(2)
-        >>> gradients_of([parameter, torch.nn.Parameter(torch.zeros(3))])
-        [tensor([1., 1.]), None]
     """
     found: list[Tensor | None] = []
     for number, parameter in enumerate(parameters):

@@ -18,11 +18,6 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[i
 
     `seed` are the number of the round and that of a matrix, or a batch of them, that is rounded stochastically if it is
     bfloat16.
-
-    Examples:
-        >>> x = torch.ones(2)
-        >>> decay_and_add(x, torch.full((2,), -0.25), decay=0.5), x
-        (None, tensor([0.2500, 0.2500]))
     """
     wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
     if decay != 1:
@@ -45,13 +40,9 @@ def to_bfloat16(values_CN: Tensor, round_number: int, runs: Sequence[tuple[int, 
 
     Examples:
         >>> values = torch.full((2, 1 << 16), 1 + 2.0**-10)  # bfloat16 numbers are 1 and 1 + 2^-7
-        >>> other = values[1:].clone()
         >>> to_bfloat16(values, 3, [(0, 2, 7, 0)])
         >>> values.unique().tolist(), values.mean().item() == 1 + 2.0**-10
         ([1.0, 1.0078125], True)
-        >>> to_bfloat16(other, 3, [(0, 1, 7, 1)])
-        >>> torch.equal(other, values[1:])
-        True
     """
     numbers_C, rows_C = torch.zeros(2, len(values_CN), dtype=torch.int64, device="cpu")
     for first, count, number, place in runs:

@@ -75,9 +75,9 @@ class Rule:
 def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     """Replaces U by its sign, in place.
 
-    The sign of zero is zero, as in the published code. With `sent_C` (bool [C]: some rank sent a nonzero value
-    for the chunk), zero is a tie, which integers do reach, and counts as +1, except in chunks that are not sent, which
-    stay zero: so each sign fits in one bit. No zero of U may then be negative.
+    The sign of zero is zero, as in the published code. Sums of integers do reach zero: with `sent_C` (bool [C], whether
+    some rank sent a nonzero value for the chunk) such a tie counts as +1, so each sign fits in one bit. Chunks that are
+    not sent stay zero. No zero of U may then be negative.
 
     Examples:
         >>> sign(torch.tensor([[[0.5, 0.0, -2.0]]])), sign(torch.tensor([[[0.5, 0.0, -2.0]]]), torch.tensor([True]))

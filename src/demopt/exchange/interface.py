@@ -83,11 +83,9 @@ class SingleRank(Exchange):
     world_size = 1
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """Returns the message itself, as the only row."""
         return message_B.unsqueeze(0)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """Returns the only part."""
         return parts_WB
 
     def broadcast(self, data_B: Tensor, src: int) -> None:

@@ -48,7 +48,6 @@ class Collective(Exchange):
         self._liveness = _liveness()
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """One all_gather of bytes."""
         message_B = self._served(message_B)
         gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.13 renamed it
@@ -56,7 +55,6 @@ class Collective(Exchange):
         return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """One all_to_all of equal parts."""
         sent = self._served(parts_WB).contiguous()
         received = torch.empty_like(sent)
         self._run(lambda: dist.all_to_all_single(received, sent, group=self._pg, async_op=True), sent)

@@ -17,14 +17,7 @@ Pair = tuple[Tensor, Tensor]  # of equal shapes: a source and a target
 
 
 class Staging:
-    """Copies tensors; it makes buffers for a device when one is first met, and does not take them along in copies.
-
-    Examples:
-        >>> source, target = torch.ones(2), torch.zeros(2)
-        >>> Staging().copy([(source, target)])
-        >>> target
-        tensor([1., 1.])
-    """
+    """Copies tensors; it makes buffers for a device when one is first met, and does not take them along in copies."""
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, _Lane] = {}

@@ -234,7 +234,7 @@ class Replicator:
             current.attached = exchange.attachment(wiring, current.header, hashed)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
-        # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
+        # of differences, only `minus`, the local weights: from a start that is not finite, they are not finite either
         usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
         if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
             usable = true_in_all(wiring.shard_groups, usable)
@@ -285,11 +285,10 @@ class Replicator:
             self.session.agree(current.wiring, self.header)
             messages = self._travel(current, exchange) if current.work is None else self._arrived(current, current.work)
             if current.outcome is None:
-                try:
-                    if current.result is None or current.result.messages is not messages:
-                        current.result = read(current.wiring.route, messages)
-                except MessageError:  # its rows are no messages, which `check` reports
+                if current.result is None or current.result.messages is not messages:
                     current.result = None
+                    with suppress(MessageError):  # its rows are no messages, which `check` reports
+                        current.result = read(current.wiring.route, messages)
                 # another rank may have a new layout, or other settings
                 if current.result is not None and handshake_due(current.result.headers):
                     self.session.compare(current.wiring, number)

@@ -35,8 +35,8 @@ Decoded = list[Coefficients]  # of each chunk group
 class Result:
     """The result of an exchange, uint8 [W, B], with its headers, and decoded.
 
-    On an accelerator it is decoded on arrival, so that headers and faults take one copy to the host, and dropped if a
-    body has a fault. Then, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
+    On an accelerator it is decoded on arrival: headers and faults then take one copy to the host. What has a fault is
+    dropped. `Route.check` decodes that again, to find the error, and every result on a CPU.
     """
 
     messages: Tensor

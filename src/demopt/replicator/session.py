@@ -1,7 +1,7 @@
 """The session of a replicator: the ranks that train together, the exchange between them, and what they compare.
 
 The handshake compares settings, the order of parameters, initial weights and sharding; for a new layout it comes again.
-Rounds know a parameter by its place. Were one rank's order another one, such as that of a set, layers would be swapped.
+Rounds know a parameter by its place: if one rank had another order, as from a set, layers would be swapped.
 
 Inside a node, ranks may hold copies of a parameter: those that tensor parallelism replicates, or all in a node of a
 two-level mesh. Messages travel between replicas, not between these ranks, whose copies must stay equal all the same.
@@ -145,7 +145,7 @@ class Session:
             )
 
     def leave(self) -> None:
-        """This rank undoes a round that has travelled; those that apply it call `compare_gradients`, all together."""
+        """This rank undoes a round that the others apply. They then compare gradients with it, which `settle` does."""
         self._owes_comparison = self.compares_gradients
 
     def settle(self, wiring: Wiring) -> None:

@@ -114,9 +114,9 @@ def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wirin
 
 
 def _own_memory(rows: Tensor) -> Tensor:
-    """Returns the same memory as a tensor of which a copy, or a file, takes no more than it holds.
+    """Returns the same memory as a tensor of its own: a copy or file of a view would take the whole buffer along.
 
-    A view takes the whole buffer along. Elsewhere than on a CPU `state_dict` copies views.
+    Elsewhere than on a CPU, `state_dict` copies views.
     """
     return torch.from_dlpack(rows) if rows.is_cpu and rows.numel() else rows  # type: ignore[attr-defined]
 

@@ -30,7 +30,7 @@ Facts = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Options:
-    """Settings that hold for all parameter groups: see the arguments of `DeMo`. A change takes new ones.
+    """Settings that hold for all parameter groups: see the arguments of `DeMo`. To change one, replace the object.
 
     `background`: rounds travel while this rank computes. `config_facts` returns other facts that ranks must share, by
     name, as they are now.

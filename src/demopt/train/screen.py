@@ -76,9 +76,9 @@ class Screen(ExitStack):
         fields += [f"epoch {row.get('epoch', 0.0):.2f}/{self._config.epochs}"] if self._config.epochs else []
         fields += [f"loss {row['loss']:.3f}"]
         fields += [f"val {row['val_loss']:.3f}"] if "val_loss" in row else []
-        since, before, then = self._warm or (step, 0.0, now)
-        if step - since >= MEASURED and before < (part := self._part(row)) < 1:
-            fields.append(f"{duration((now - then) / (part - before) * (1 - part))} left")
+        since, part_then, then = self._warm or (step, 0.0, now)
+        if step - since >= MEASURED and part_then < (part := self._part(row)) < 1:
+            fields.append(f"{duration((now - then) / (part - part_then) * (1 - part))} left")
         fields.append(f"{count(speed)} tok/s")
         fields += [f"{decimal(round(traffic))}/step"] if traffic else []
         if "round" in row:  # of a run in a folder

@@ -79,8 +79,8 @@ class Connected:
         config, method, optimizer = self.config, self.training.method, self.training.method.optimizer
         self.sizes.measured(self._sequences, seconds)
         if isinstance(optimizer, LocalDeMo) and (config.global_batch or self._total) and not config.top_k:
-            before = self.sizes.of(str(self.training.team.rank)) * optimizer.local_steps
-            optimizer.samples = max(1, before + self._sequences)
+            since_round = self.sizes.of(str(self.training.team.rank)) * optimizer.local_steps
+            optimizer.samples = max(1, since_round + self._sequences)
         rows[-1] |= {"batch": self._sequences, **method.step(pause, last=self.ended)}
         if not (method.exchanged or pause):
             return False
@@ -174,11 +174,11 @@ def _introduce(training: Training, resumed: checkpoint.Saved | None) -> None:
     report.say_memory(training.model, method.optimizer, team.device)
     if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
-    if resumed and (before := resumed.settings["workers"]) != size:
+    if resumed and (old_size := resumed.settings["workers"]) != size:
         tokens = config.tokens_per_step
         report.say(
-            f"workers: {before} until now, {size} from here; a step takes {tokens:,} tokens instead of "
-            f"{tokens // size * before:,}, at the same learning rate"
+            f"workers: {old_size} until now, {size} from here; a step takes {tokens:,} tokens instead of "
+            f"{tokens // size * old_size:,}, at the same learning rate"
         )
 
 
