@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import servers
 
-from demopt.runs.store import ObjectStore, Store, StoreError, open_store
+from demopt.runs.store import ObjectStore, Store, open_store
 
 
 class Crash(BaseException):
@@ -75,18 +75,6 @@ def put(store: Store, name: str, data: bytes) -> None:
     """Writes an object, over an older one if there is one: a run never does."""
     store.delete([name])
     assert store.put_if_absent(name, data)
-
-
-def busy(inner: Store, seed: int, share: float = 0.1) -> Store:
-    """A store that answers 503 to a share of all requests: half of them before, half after it has done them."""
-    draw, lock = random.Random(seed), threading.Lock()
-
-    def fail(call: str) -> None:
-        with lock:
-            if draw.random() < share / 2:
-                raise StoreError("503 Slow Down")
-
-    return Wrapped(inner, fail, fail)
 
 
 def make(kind: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Store:

@@ -122,8 +122,8 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
 
 def test_hellos_are_read_few_at_a_look():
     box = inbox.Inbox(None, None, None, inbox.Attached(MESSAGE, None, 0.0))
-    _, greeting = box.unread(log.Seen(set(), {f"ghost-{number}" for number in range(300)}, False))
-    assert len(greeting) == 64
+    box.seen = log.Seen(set(), {f"ghost-{number}" for number in range(300)}, False)
+    assert len(box.unread()[1]) == 64
 
 
 def test_manifest_is_bounded_and_strangers_are_no_members():
@@ -134,14 +134,13 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     }
     refused = {f"ghost-{number}": "\x1b[2J" * 1000 for number in range(3000)}
     before = dataclasses.replace(MANIFEST, members={"w-02999": 1, "w-02998": 0})
-    seen = log.Seen({*many, *refused}, {f"hello-{number}" for number in range(30_000)}, False)
-    manifest = log.decide(MESSAGE, before, seen, many, refused, {})
+    hellos = {f"hello-{number}": 1.0 for number in range(30_000)}
+    manifest = log.decide(MESSAGE, before, many, refused, hellos)
     data = json.dumps(dataclasses.asdict(manifest)).encode()
     assert len(data) < log.MOST_JSON
     assert log._manifest(data, RUN, 3) == manifest
     assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
-    seen = log.Seen({"w-1", "ghost-1"}, set(), False)
-    few = log.decide(MESSAGE, None, seen, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
+    few = log.decide(MESSAGE, None, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
     assert few.members == {"w-1": 0}
     assert few.refused == {"ghost-1": "bad"}
 
@@ -440,7 +439,7 @@ class Unheard(FolderExchange):
 
     def exchange_round(self, wiring, header, message, attached):
         assert header.round_number < 50
-        chain = log.digest_of(attached.before)
+        chain = log.digest_of(attached.decided)
         self._propose(log.Manifest(self.record.identity, header.round_number, "liar", [], {}, {}, {}, chain))
         return super().exchange_round(wiring, header, message, attached)
 

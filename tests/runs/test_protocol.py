@@ -6,6 +6,7 @@ store waits for its turn, which the test gives; so calls can come in any order, 
 manifests that lead to a worker's weights, each of its tokens counts once, or waits, or it has said that it cannot tell.
 """
 
+import copy
 import dataclasses
 import json
 import queue
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
+from unittest.mock import patch
 
 import hypothesis
 import torch
@@ -66,6 +68,7 @@ class Tokens:
         self.options = types.SimpleNamespace(config_facts=tuple)
         self.route, self.run, self.round = self, run, None
         self.pending: list[int] = []  # done here, and not known to be applied
+        self.dropped = set[int]()  # of a state that does not know what of it was sent
 
     def wiring(self) -> "Tokens":
         return self
@@ -102,13 +105,24 @@ class Tokens:
         self.mark_applied()
 
     def mark_applied(self) -> None:
-        if self.round.outcome.row is not None:
+        if self.round.outcome.row is not None and self.round.data:
             sent = tokens_of(self.round.message)
             self.pending = [token for token in self.pending if token not in sent]
         self.round = None
 
     def rollback(self) -> None:
         self.round = None
+
+    def let_extract(self) -> None:
+        """Nothing goes on in the background."""
+
+    def round_of(self, message: torch.Tensor, attached: Any, in_momentum: bool) -> Any:
+        known = {"message": message, "data": [message] * in_momentum, "attached": attached}
+        return types.SimpleNamespace(header=self.header(None), outcome=None, **known)
+
+    def clear_momentum(self) -> None:
+        self.dropped |= {*self.pending}
+        self.pending = []
 
     def recount(self, message: torch.Tensor, applied: bool) -> None:
         self.pending = [token for token in self.pending if token not in tokens_of(message)]
@@ -211,7 +225,8 @@ def weights_after(newest: str, ever: Mapping[str, tuple[str, bytes]]) -> list[in
 class Worker:
     """A worker with tokens for weights. It runs in a thread of its own, and calls `wait` before each store call."""
 
-    def __init__(self, number: int, store: Store, **settings: Any) -> None:
+    def __init__(self, number: int, store: Store, again: "Worker | None" = None, **settings: Any) -> None:
+        """`again`: the worker that goes on here from its last state."""
         self.run = FolderExchange(Wrapped(store, self.wait), checkpoint_every=3, **settings)
         turn = 1 if number % 2 else -1  # requests side by side come in any order
         self.run._all = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
@@ -220,7 +235,17 @@ class Worker:
         self.run.worker, self.run.say, self.number = f"w{number:02d}", self.said.append, number
         self.tokens = Tokens(self.run)
         self.folder = FolderRounds(self.tokens, self.run)
-        self.made, self.error = 0, None
+        self.made, self.error, self.owner = 0, None, number
+        self.state: Any = None  # from which it can go on
+        self.unsure = set[int]()  # tokens that were made after such a state
+        if again is not None:
+            self.state, self.owner, self.made = again.state, again.owner, again.made
+            made, of_tokens, of_folder = copy.deepcopy(self.state)
+            vars(self.tokens).update(of_tokens)
+            self.folder.restore(of_folder)
+            self.unsure = again.unsure | {1000 * (self.owner + 1) + each for each in range(made + 1, self.made + 1)}
+            self.tokens.dropped = again.tokens.dropped
+            self.said += again.said
         self.thread = threading.Thread(target=self._main, daemon=True)
 
     @property
@@ -240,7 +265,11 @@ class Worker:
     def work(self) -> None:
         """Does a piece of work."""
         self.made += 1
-        self.tokens.pending.append(1000 * (self.number + 1) + self.made)
+        self.tokens.pending.append(1000 * (self.owner + 1) + self.made)
+
+    def save(self) -> None:
+        of_tokens = {name: getattr(self.tokens, name) for name in ("pending", "weights", "round_number")}
+        self.state = copy.deepcopy((self.made, of_tokens, self.folder.saved()))
 
     def _later(self, call: Callable[[], None]) -> None:
         try:
@@ -267,6 +296,8 @@ class Worker:
             pass
         except BaseException as error:
             self.error = error
+            if self.run.joined:
+                self.save()
         self.ended()
 
 
@@ -289,8 +320,10 @@ class InTurns(Worker):
     def wait(self, call: str) -> None:
         self.waits.put(True)
         order = self.turns.get()
-        if order == "die":
+        if order in ("die", "kill"):
             raise Crash
+        if order == "break":
+            raise ExchangeError("broken")
         if order in FORKS:
             self.store.forking[self.thread] = order
         self.store.fault = self.store.forking.get(self.thread, order)
@@ -303,22 +336,24 @@ class InTurns(Worker):
         """Its weights are those of the manifests that it follows; its tokens count once, or wait, or it has said so."""
         applied = self.tokens.applied
         assert applied == weights_after(log.digest_of(self.run.decided), self.store.ever)
-        made = {1000 * (self.number + 1) + number + 1 for number in range(self.made)} - self.told()
-        mine = sorted(token for token in applied + self.tokens.pending if token in made)
-        assert mine == sorted(made), "a movement was lost, or counts twice"
+        made = {1000 * (self.owner + 1) + number + 1 for number in range(self.made)} - self.told()
+        times = Counter(applied + self.tokens.pending)
+        assert all(times[token] < 2 for token in made), "a movement counts twice"
+        assert not {token for token in made if not times[token]} - self.unsure - self.tokens.dropped, "one was lost"
+        self.save()
 
     def told(self) -> set[int]:
         """The tokens of its own in messages that it has said may be lost or count twice."""
         said = " ".join(re.findall(r"messages of rounds ([\d, ]+) may be lost or count twice", "\n".join(self.said)))
         folders = {log.folder_of(int(number) - 1) for number in re.findall(r"\d+", said)}
         found = {token for name, data in self.store.ever.values() if name[:15] in folders for token in sent(data)}
-        return {token for token in found if token // 1000 == self.number + 1}
+        return {token for token in found if token // 1000 == self.owner + 1}
 
 
 def check(workers: list[InTurns], bare: Faulty, forked: bool = False) -> None:
     """All that has ended has said why, and all weights are of one history, unless `forked`, with each token once."""
     for worker in workers:
-        if worker.error is not None:  # where what a manifest names is gone, a worker ends, and says so
+        if worker.error is not None and str(worker.error) != "broken":  # where what a manifest names is gone
             assert isinstance(worker.error, ExchangeError), worker.error
             assert "gone" in str(worker.error) and (bare.gone or bare.forks), worker.error  # noqa: PT018
     those = [] if forked else [each.tokens.applied for each in workers if each.alive or not bare.forks]
@@ -337,12 +372,15 @@ ACTIONS = st.one_of(
     st.tuples(st.just("stop"), st.just(0), st.just(1)),
     st.tuples(st.just("leave"), st.integers(0, 5), st.just(1)),
 )
+# Killed, or ended by an error; it goes on from its last state, as another process.
+RESTARTS = st.tuples(st.sampled_from(["kill", "break"]), st.integers(0, 5), st.just(1))
 FAULTS = st.one_of(
-    ACTIONS,
+    ACTIONS | RESTARTS,
     st.tuples(st.sampled_from(["conflict", "no answer", "stale", "slow"]), st.integers(0, 5), st.integers(1, 4)),
     st.tuples(st.sampled_from(FORKS), st.integers(0, 5), st.just(1)),
-    st.tuples(st.just("arrive"), st.just(0), st.just(1)),
+    st.tuples(st.sampled_from(["arrive", "lose"]), st.just(0), st.just(1)),
 )
+GHOSTS = ACTIONS | RESTARTS | st.just(("ghost", 0, 1))
 
 
 def actions_of(text: str) -> list[tuple[str, int, int]]:
@@ -363,6 +401,9 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
                 log.put_stop(bare, 0, record.identity)
         elif action == "arrive":
             bare.arrive()
+        elif action == "ghost":  # somebody asks to be waited for, ten minutes, and never comes
+            if record := log.read_record(bare):
+                log.put_hello(bare, max(worker.rounds for worker in workers), record.identity, "ghost", 600.0)
         elif action == "lose":
             bare.lose(max((worker.rounds for worker in workers), default=0))
         elif living:
@@ -370,6 +411,8 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
             chosen.run.leaving = chosen.run.leaving or action == "leave"
             for _ in range(turns):
                 chosen.turn(action)
+            if action in ("break", "kill") and chosen.state is not None and not chosen.alive:
+                workers.append(kind(len(workers), bare, again=chosen, keep_log=keep_log))
 
     modules, pauses = (exchange_module, inbox_module, weights_module, store_module), store_module._PAUSES
     for module in modules:
@@ -387,7 +430,7 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
         store_module._PAUSES = pauses
 
 
-def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
+def play(actions: list[tuple[str, int, int]], keep_log: bool, stops: bool = False) -> None:
     with schedule(InTurns, keep_log) as (bare, workers, carry_out):
         for action, who, turns in actions:
             carry_out(action, who, turns)
@@ -395,14 +438,17 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
         bare.arrive()
         begun, bare.forking = [(worker, worker.rounds) for worker in workers], {}
         for turn in range(400 if bare.forks else 120):  # all that live get on, or end where what they need is gone
+            if stops and turn in (0, 60):  # who joins after a wish does not obey it
+                carry_out("stop", 0, 1)
             for worker in workers:
                 worker.run._patient.patience = 0.0 if turn > 60 else 600.0
                 worker.turn("late")
         check(workers, bare)
         assert all(worker.rounds > number for worker, number in begun if worker.alive), "one waits for ever"
+        assert not stops or not any(worker.alive for worker in workers), "one does not hear the wish to stop"
 
 
-@hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=60), st.booleans())
+@hypothesis.given(st.lists(ACTIONS | RESTARTS, min_size=10, max_size=60), st.booleans())
 @hypothesis.settings(max_examples=max(250, hypothesis.settings.default.max_examples))
 # The sleeper holds a message of round 0 when all messages of that time are deleted, and does not open the round again.
 @hypothesis.example([("late", 0, 40), *[("late", 1, 30)] * 12, ("late", 0, 200), ("late", 1, 60)], False)
@@ -417,7 +463,7 @@ def test_no_schedule_loses_or_doubles_a_movement(actions: list[Any], keep_log: b
 # Two manifests win in each of two rounds in a row. The one that tells whether the first of them counts is gone.
 @hypothesis.example(
     actions_of(
-        "late 1 19, late 1 4, late 1 29, go 0 28, second stays 1 1, late 0 29, go 1 30, late 0 5, second stays 2 1, "
+        "late 1 18, late 1 4, late 1 29, go 0 28, second stays 1 1, late 0 29, go 1 30, late 0 5, second stays 2 1, "
         "late 2 22, go 2 25"
     ),
     False,
@@ -425,19 +471,19 @@ def test_no_schedule_loses_or_doubles_a_movement(actions: list[Any], keep_log: b
 # A worker forgets its round, because it reads another manifest before; and the next manifest lists its message.
 @hypothesis.example(
     actions_of(
-        "go 5 3, late 2 26, leave 0 5, late 5 6, go 3 11, join 0 4, late 1 28, go 2 14, go 3 15, go 4 3, "
+        "go 5 2, late 2 26, leave 0 5, late 5 6, go 3 11, join 0 4, late 1 28, go 2 14, go 3 15, go 4 3, "
         "second stays 1 3, go 5 12, second stays 0 3, go 0 5"
     ),
     False,
 )
 def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(actions: list[Any], keep_log: bool) -> None:
-    """A 409, a done put that is answered 500, reads that lag, a put that arrives late, and one of two that both win."""
+    """A 409, a done put that is answered 500, late reads and puts, two puts that both win, deleted messages."""
     play(actions, keep_log)
 
 
-@hypothesis.given(st.lists(ACTIONS | st.just(("lose", 0, 1)), min_size=10, max_size=60), st.booleans())
-@hypothesis.settings(max_examples=max(20, hypothesis.settings.default.max_examples // 50))
-def test_message_that_was_deleted_after_a_manifest_named_it_makes_no_worker_diverge(
-    actions: list[Any], keep_log: bool
-) -> None:
-    play(actions, keep_log)
+@hypothesis.given(st.lists(GHOSTS, min_size=10, max_size=60), st.booleans())
+@hypothesis.settings(max_examples=max(40, hypothesis.settings.default.max_examples // 5))
+@hypothesis.example(actions_of("late 0 40, late 1 40, ghost 0 1, late 0 40, late 1 40"), False)
+def test_all_hear_a_wish_to_stop_while_they_wait_for_one_that_never_comes(actions: list[Any], keep_log: bool) -> None:
+    with patch.object(exchange_module, "_TOLD_AFTER", -1.0):  # time stands still
+        play(actions, keep_log, stops=True)

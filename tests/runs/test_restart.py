@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from stores import Through
-from test_folder_exchange import Counter, Worker, applied, joined
+from test_folder_exchange import Counter, Worker, joined, times_applied
 
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.runs import log
-from demopt.runs import weights as runs
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.inbox import ForkedError
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import status_of
@@ -75,17 +75,11 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
     again.taken = dies.taken
     for _ in range(3):
         again.step()
-    for worker in (other, again):
-        worker.ended()
-    for worker in (other, again):
-        worker.optimizer.resync()
-    times = applied(bare, other.optimizer.replicator.wiring().route.layout).view(-1, 128)
-    counts = times[1].tolist()
+    _, counts = times_applied(bare, [other, again])
     lost = range(kept, dies.taken)  # after the state was saved: they are in the message, or nowhere
     assert counts[:kept] == [1.0] * kept, counts[: again.taken]
     assert {counts[step] for step in lost} <= {float(decided != "without it")}
-    assert counts[dies.taken : again.taken] == [1.0] * 3
-    assert runs.weights_digest(again.optimizer.replicator) == runs.weights_digest(other.optimizer.replicator)
+    assert counts[dies.taken :] == [1.0] * 3
 
 
 def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any) -> None:
@@ -125,9 +119,33 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     other.optimizer.load_state_dict(state)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
         other.optimizer.join()
-    for wrong in ({"message": 3}, {"worker": None}):
+    for wrong in ({"message": 3}, {"worker": None}, {"worker": "../w"}, {"sent": "[3]"}, {"forgotten 0": 3}):
         with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
             other.optimizer.load_state_dict({**state, "folder": {**state["folder"], **wrong}})
+
+
+def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_restart() -> None:
+    """The worker reads another manifest of the round before, as from a cache, and ends before the next one."""
+    bare = ObjectStore()
+    other, dies = Counter(bare, 0, 0), Counter(bare, 1, 0)
+    for worker in (dies, dies, other, other):
+        worker.step()
+
+    def fork(_: Any) -> None:
+        dies.run._put(dies.run.sent)
+        raise ForkedError("another manifest")
+
+    dies.run._require = fork
+    dies.step()
+    dies.step()
+    state = copy.deepcopy(dies.optimizer.own_state_dict())
+    for _ in range(2):
+        other.step()
+    assert [sender.worker for sender in other.run.decided.senders] == ["w0", "w1"]
+    again = Counter(bare, 1, 0, state)
+    again.taken = dies.taken
+    again.step()
+    assert times_applied(bare, [other, again]) == [[1.0] * 4, [1.0] * 5]
 
 
 def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -54,7 +55,7 @@ _EARLY = 0.8  # of the time until a message is due, before it is looked for
 _JUST = 10.0  # seconds for which a manifest that was there is there: then a message is put without looking
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
-_TOLD_AFTER = 2.0  # seconds until the user hears of a wait
+_TOLD_AFTER = 2.0  # seconds until the user hears of a wait, which a wish to stop may end from then on
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 
@@ -126,14 +127,13 @@ class FolderExchange(VaryingExchange):
         self.joined = False  # it has the run's weights
         self.since = time.monotonic()  # when it knew the manifest before these weights
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
-        self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
-        self._read = set[int]()  # of those that it holds
+        self._read = set[int]()  # numbers that it has given out; they are in no manifest yet
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
-        self._saw_stop = False  # there is a newer one, and the next message says so
+        self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
         self.sent: Message | None = None  # the last message that was made
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
@@ -152,6 +152,7 @@ class FolderExchange(VaryingExchange):
         self._record = log.read_record(self.store)
         if self._record is None:
             raise ExchangeError(f"{self.store.address} holds no run")
+        self._old_stop = self._wish()
         return self._record
 
     @property
@@ -171,10 +172,11 @@ class FolderExchange(VaryingExchange):
             )
         reads: Reads | None = None
         if self.total:
-            reads = Reads(len([*takewhile(self._read.__contains__, self._holds)]), self.wanted, self.total)
+            self._read = {*takewhile(self._read.__contains__, self._holds)}
+            reads = Reads(len(self._read), self.wanted, self.total)
         message = Message(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self._saw_stop, weights=fingerprint, note=self.note,
+            leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(message, self.decided, self.since)
@@ -194,15 +196,8 @@ class FolderExchange(VaryingExchange):
 
         Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
         """
-        known, read, found = self._read, set[int](), list[int]()
-        for number in self._holds:
-            if number in known:
-                read.add(number)
-            elif len(found) < most:
-                found.append(number)
-            else:
-                break
-        self._read = read | {*found}
+        found = [*islice((number for number in self._holds if number not in self._read), most)]
+        self._read |= {*found}
         return found
 
     @property
@@ -264,13 +259,11 @@ class FolderExchange(VaryingExchange):
                 self.store.delete([log.checkpoint_name(wanted, 0)])
         log.check_facts(record, facts, self.store.address, self.worker)
         if number:
-            self.decided = log.read_manifest(self.store, record.identity, number - 1)
-            if self.decided is None:
-                raise SettingsError(
-                    f"{self.worker} is at round {number}, the run in {self.store.address} is not so far"
-                )
+            read = partial(log.read_manifest, self.store, record.identity, number - 1)
+            later = f"{self.worker} is at round {number}, the run in {self.store.address} is not so far"
+            self.decided = self.wait_for(read, later)
         self._record = record
-        self._old_stop = self._wish()
+        self._old_stop, self._heard_stop = self._wish(), math.inf
         return record.identity == mine
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
@@ -294,50 +287,31 @@ class FolderExchange(VaryingExchange):
 
         It changes nothing that a trainer reads, because it may run in the background.
         """
-        began, number, before = time.monotonic(), header.round_number, attached.before
+        began, number, decided = time.monotonic(), header.round_number, attached.decided
         mine, inbox = replace(attached.message, body=bytes_of(message)), Inbox(self, wiring, header, attached)
         self.sent = mine
-        look, members = partial(log.look, self.store, number), sorted(before.members if before else ())
+        members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
         # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
         # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
         in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
-        put = partial(self._put, mine) if puts_at_once else lambda: None
-        read_wish = self._wish if reads_wish else lambda: None
-        placed: Message | None  # this worker's message as it is in the store; None: not yet
-        seen, _, placed, wish = self._all([look, partial(self._require, before), put, read_wish])
-        if reads_wish:
-            self._saw_stop = wish not in (None, self._old_stop)
-        put_at, waited_for, first = time.monotonic(), tuple[str, ...](), True  # `first`: it has looked once
-        while (manifest := inbox.manifest(seen)) is None:
-            if placed is None:
-                (placed,) = inbox.fetch(seen, partial(self._put, replace(mine, stop=mine.stop or self._saw_stop)))
+        put = partial(self._put, mine) if puts_at_once else lambda: mine
+        hears = self._hears_stop if reads_wish else lambda: False
+        _, _, mine, _ = self._all([inbox.look, partial(self._require, decided), put, hears])
+        put_at, waited_for = time.monotonic(), tuple[str, ...]()
+        if (manifest := inbox.read_manifest()) is None:
+            if not puts_at_once:
+                (mine,) = inbox.read_new(partial(self._put, replace(mine, stop=self._heard_stop < math.inf)))
                 put_at = time.monotonic()
-            if first:
-                inbox.add(placed, log.digest(placed.packed()))
-            missing, now = inbox.missing(seen), time.monotonic()
-            until = max([put_at, *(inbox.needs_until(each) for each in missing)]) + self.late
-            if missing and now < until:
-                waited_for, due = missing, max(inbox.needs_until(each, slack=1.0) for each in missing)
-                time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
-                (seen,) = inbox.fetch(seen, look)
-            elif inbox.unread(seen):  # who was not the last looks again: the last one decides
-                seen = next(iter(inbox.fetch(seen, *([] if first else [look]))), seen)
-            else:
-                waited_for = missing or waited_for
-                seen = replace(seen, hellos={*inbox.hellos})
-                hellos = {worker: seconds for worker, (seconds, _) in inbox.hellos.items()}
-                author = replace(placed, stop=placed.stop or self._saw_stop)
-                manifest = self._propose(log.decide(author, before, seen, inbox.valid, inbox.refused, hellos))
-                break
-            first = False
+            inbox.add(mine, log.digest(mine.packed()))
+            manifest, waited_for = self._manifest_of(inbox, mine, put_at)
         error: DemoptError | None = None
         at = time.monotonic()
-        if manifest.before != log.digest_of(before):
+        if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
-        row = row_of(mine := placed or mine, manifest)
+        row = row_of(mine, manifest)
         try:
             result = self.messages(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
@@ -352,6 +326,29 @@ class FolderExchange(VaryingExchange):
             row, result, error, manifest=manifest, message=mine, needed=put_at - attached.since,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
         )  # fmt: skip
+
+    def _manifest_of(self, inbox: Inbox, mine: Message, put_at: float) -> tuple[Manifest, tuple[str, ...]]:
+        """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
+
+        Also whom it waited for last. After a wish to stop it waits for nobody longer than `late`.
+        """
+        waited_for, again = tuple[str, ...](), list[Callable[[], None]]()
+        while True:
+            missing, now = inbox.missing(), time.monotonic()
+            until = max([put_at, *map(inbox.needs_until, missing)])
+            if missing and now < min(until, max(put_at, self._heard_stop)) + self.late:
+                due = max(inbox.needs_until(each, slack=1.0) for each in missing)
+                time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
+                inbox.read_new(inbox.look, *([self._hears_stop] if now - put_at > _TOLD_AFTER else []))
+                waited_for = missing
+            elif any(inbox.unread()):  # who was not the last looks again: the last one decides
+                inbox.read_new(*again)
+            else:
+                author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
+                return self._propose(inbox.proposed_by(author)), missing or waited_for
+            if (manifest := inbox.read_manifest()) is not None:
+                return manifest, waited_for
+            again = [inbox.look]
 
     def messages(
         self, manifest: Manifest, wiring: Wiring, header: Header, known: dict[str, Result] | None = None
@@ -398,7 +395,7 @@ class FolderExchange(VaryingExchange):
         if outcome is None or outcome.error is None:
             self.decided = manifest
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
-        self.stopping = self.stopping or manifest.stop or (self._saw_stop and self.left_out > 9)
+        self.stopping = self.stopping or manifest.stop or (self._heard_stop < math.inf and self.left_out > 9)
 
     def later(self, call: Callable[[], None]) -> None:
         """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
@@ -444,6 +441,12 @@ class FolderExchange(VaryingExchange):
             self.say_once(f"{error}; it is ignored")
             return None
 
+    def _hears_stop(self) -> bool:
+        """Whether the run has a wish to stop that is newer than this worker; reads it until then."""
+        if self._heard_stop == math.inf and self._record is not None and self._wish() not in (None, self._old_stop):
+            self._heard_stop = time.monotonic()
+        return self._heard_stop < math.inf
+
     def say_once(self, text: str) -> None:
         """Tells the user something that may be found again and again."""
         if text not in self._said:
@@ -464,28 +467,24 @@ class FolderExchange(VaryingExchange):
         number, put = manifest.round, partial(log.propose, self.store, manifest)
         read = partial(log.read_manifest, self.store, manifest.run, number)
         gone = f"the manifest of round {number} can be neither written nor read in {self.store.address}"
-        self.trips += 1
-        if (mine := put()) is None:
-            self.trips += 1
-            mine = self.wait_for(lambda: read() or put(), gone)
-        return mine
+        return put() or self.wait_for(lambda: read() or put(), gone)
 
-    def _require(self, before: Manifest | None) -> None:
+    def _require(self, decided: Manifest | None) -> None:
         """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
 
         ForkedError if the round before is another one there.
         """
         gone = f"the run is gone from {self.store.address}; is its disk mounted?"
-        if before is None:
+        if decided is None:
             identity = self.wait_for(partial(log.read_record, self.store), gone, self._patient.patience).identity
             if identity != self.record.identity:
                 raise SettingsError(f"{self.store.address} holds another run than this worker's")
             return
-        read = partial(log.read_manifest, self.store, self.record.identity, before.round)
+        read = partial(log.read_manifest, self.store, self.record.identity, decided.round)
         found = self.wait_for(read, gone, self._patient.patience)
-        if found.digest != before.digest:
+        if found.digest != decided.digest:
             raise ForkedError(
-                f"round {before.round} is another one in {self.store.address} than this worker has applied"
+                f"round {decided.round} is another one in {self.store.address} than this worker has applied"
             )
 
     def _covered(self, number: int) -> bytes | None:
@@ -499,6 +498,8 @@ class FolderExchange(VaryingExchange):
             away = time.monotonic() - began
             if away >= min(limit, self._patient.patience) or (away > _TOLD_AFTER and self.asked_to_stop()):
                 raise ExchangeError(gone)
+            if away > _TOLD_AFTER and self._hears_stop():
+                limit = min(limit, max(began, self._heard_stop) + self.late - began)
             if away > _TOLD_AFTER and not told:
                 told = True
                 self.say(f"{gone}; waiting up to {min(limit, self._patient.patience):.0f} s")
@@ -507,7 +508,6 @@ class FolderExchange(VaryingExchange):
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes requests side by side."""
-        self.trips += bool(calls)
         if len(calls) < 2:
             return [call() for call in calls]
         return [future.result() for future in [self._pool.submit(call) for call in calls]]

@@ -41,7 +41,7 @@ class Attached:
     """All of a message but its body, and what its worker knows of the run, as they were when the message was made."""
 
     message: Message
-    before: Manifest | None  # of the round before
+    decided: Manifest | None  # of the round before
     since: float  # the time (monotonic) when this worker knew it
 
 
@@ -59,36 +59,39 @@ class FolderOutcome(Outcome):
 
 
 class Inbox:
-    """The messages of an open round that have been read: valid ones, decoded, and refused ones with reasons."""
+    """An open round as this worker sees it: what is there, and what it has read of that. `decided`: the round before.
+
+    Valid messages are decoded; refused ones have reasons.
+    """
 
     def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
+        self.seen = Seen(set(), set(), False)  # at the last look
         self.valid: dict[str, tuple[Message, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
         self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
         self._others: set[str] = set()  # hellos that are none
 
-    @property
-    def workers(self) -> set[str]:
-        """Whose messages were read."""
-        return {*self.valid, *self.refused}
+    def look(self) -> None:
+        """Lists the round's objects."""
+        self.seen = log.look(self._run.store, self._header.round_number)
 
-    def unread(self, seen: Seen) -> tuple[list[str], list[str]] | None:
-        """Returns whose messages and hellos are there and were not read; None if there are none."""
+    def unread(self) -> tuple[list[str], list[str]]:
+        """Returns whose messages and hellos are there and were not read."""
+        seen = self.seen
         hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.message.worker}
-        new = sorted(seen.messages - self.workers), sorted(hellos)[:_MOST_HELLOS] if not seen.decided else []
-        return new if any(new) else None
+        messages = seen.messages - {*self.valid, *self.refused}
+        return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.decided else []
 
-    def missing(self, seen: Seen) -> tuple[str, ...]:
+    def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
-        _, unread = self.unread(seen) or ([], [])
-        expected = log.expected(self._attached.before, replace(seen, hellos={*self.hellos, *unread}))
-        return tuple(sorted(expected - self.workers - seen.messages))
+        expected = log.expected(self._attached.decided, {*self.hellos, *self.unread()[1]})
+        return tuple(sorted(expected - {*self.valid, *self.refused, *self.seen.messages}))
 
-    def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
+    def read_new(self, *also: Callable[[], Any]) -> list[Any]:
         """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
-        new, greeting = self.unread(seen) or ([], [])
+        new, greeting = self.unread()
         hello = partial(log.read_hello, self._run.store, self._header.round_number, self._run.record.identity)
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(hello, worker) for worker in greeting]
@@ -100,12 +103,12 @@ class Inbox:
                 self.hellos[worker] = seconds, time.monotonic()
         return found[len(reads) :]
 
-    def manifest(self, seen: Seen) -> Manifest | None:
-        """Returns the round's manifest if it is decided, and reads new messages beside it. A stranger's is none."""
-        if not seen.decided:
+    def read_manifest(self) -> Manifest | None:
+        """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
+        if not self.seen.decided:
             return None
         run, number = self._run, self._header.round_number
-        found: Manifest | None = self.fetch(seen, partial(log.read_manifest, run.store, run.record.identity, number))[0]
+        found: Manifest | None = self.read_new(partial(log.read_manifest, run.store, run.record.identity, number))[0]
         return found
 
     def add(self, message: Message, digest: str) -> None:
@@ -116,7 +119,7 @@ class Inbox:
                 raise MessageError(
                     f"it has {len(message.body):,} bytes, this layout's have {size:,}: truncated, or another one"
                 )
-            if message.before != log.digest_of(self._attached.before):
+            if message.before != log.digest_of(self._attached.decided):
                 raise MessageError("it follows another manifest of the round before")
             mine = self._attached.message
             if None not in (mine.weights, message.weights) and message.weights != mine.weights:
@@ -129,10 +132,15 @@ class Inbox:
 
     def needs_until(self, worker: str, slack: float = SLACK) -> float:
         """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
-        before = self._attached.before
+        decided = self._attached.decided
         seconds, since = self.hellos.get(worker, (0.0, self._attached.since))
-        claimed = before.seconds.get(worker, 0.0) if before else 0.0
+        claimed = decided.seconds.get(worker, 0.0) if decided else 0.0
         return max(since + min(slack * seconds, LONGEST), self._attached.since + min(slack * claimed, LONGEST))
+
+    def proposed_by(self, author: Message) -> Manifest:
+        """Returns the manifest of all that was read."""
+        hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
+        return log.decide(author, self._attached.decided, self.valid, self.refused, hellos)
 
     def _read(self, worker: str) -> None:
         """Reads a message, unless it was deleted since it was listed."""

@@ -1,13 +1,4 @@
-"""The objects of a run, and the decision about a round. docs/folder.md specifies them.
-
-    run                                   identity: settings, shapes, versions          put if absent
-    start/RUN                             the first weights
-    rounds/00000012/WORKER.message        the message of a worker in round 12
-    rounds/00000012/WORKER.hello          a worker asks to be waited for in a round
-    rounds/00000012/manifest              the round's senders, in order                  put if absent
-    checkpoints/00000040                  the weights after 40 rounds                    put if absent
-    moments/00000040                      the inner optimizer's state of its writer      put if absent
-    stop                                  a wish to stop
+"""The objects of a run, and the decision about a round. docs/folder.md lists the objects, with who writes them.
 
 Others write these objects, so each is checked: its types, its numbers, and that names have only letters, digits and -.
 
@@ -147,41 +138,41 @@ def digest(data: bytes) -> str:
 # The decision
 
 
-def digest_of(before: Manifest | None) -> str:
-    """Returns the digest of the manifest before a round; an empty text before the first."""
-    return "" if before is None else before.digest
+def digest_of(decided: Manifest | None) -> str:
+    """Returns the digest of the manifest of the round before; an empty text before the first."""
+    return "" if decided is None else decided.digest
 
 
-def expected(before: Manifest | None, seen: Seen) -> set[str]:
-    """Returns the workers that the round waits for: members of the previous manifest, and workers with a hello.
+def expected(decided: Manifest | None, hellos: Iterable[str]) -> set[str]:
+    """Returns the workers that a round waits for: members of the manifest before it, and workers with a hello.
 
     Examples:
-        >>> before = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1}, {}, "")
-        >>> sorted(expected(before, Seen(set(), {"c"}, False)))
+        >>> decided = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1}, {}, "")
+        >>> sorted(expected(decided, {"c"}))
         ['a', 'b', 'c']
     """
-    return set(before.members if before else ()) | seen.hellos
+    return {*(decided.members if decided else ()), *hellos}
 
 
 def decide(
     author: Message,
-    before: Manifest | None,
-    seen: Seen,
+    decided: Manifest | None,
     messages: Mapping[str, tuple[Message, str]],
     refused: Mapping[str, str],
     hellos: Mapping[str, float],
 ) -> Manifest:
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
-    `hellos`: the seconds that workers with a hello need. Not expected: workers that leave, and those that were silent
-    for `MOST_SILENT` rounds in a row. A refused message makes nobody a member: a stranger may have written it.
+    `decided`: the round before. `hellos`: the seconds that workers with a hello need. Not expected: workers that leave,
+    and those that were silent for `MOST_SILENT` rounds in a row. A refused message makes nobody a member: a stranger
+    may have written it.
     """
-    awaited = expected(before, seen)
+    awaited = expected(decided, hellos)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
     members: dict[str, int] = {}
     for worker in sorted([*heard, *sorted(awaited.difference(heard))][:MOST_MEMBERS]):
         sent = messages.get(worker)
-        silent = 0 if sent or worker in refused else (before.members.get(worker, 0) if before else 0) + 1
+        silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
     senders = [
@@ -189,7 +180,7 @@ def decide(
         for worker, (message, mark) in sorted((worker, messages[worker]) for worker in heard)
     ]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
-    needs = {**(before.seconds if before else {}), **hellos}
+    needs = {**(decided.seconds if decided else {}), **hellos}
     needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
     stop = author.stop or any(message.stop for message, _ in messages.values())
     return Manifest(
@@ -200,19 +191,19 @@ def decide(
         refused=reasons,
         members={} if stop else members,
         seconds={} if stop else {worker: needs[worker] for worker in members if worker in needs},
-        before=digest_of(before),
+        before=digest_of(decided),
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        reading=_reading(author, before, {} if stop else members, {worker: messages[worker][0] for worker in heard}),
+        reading=_reading(author, decided, {} if stop else members, {worker: messages[worker][0] for worker in heard}),
     )
 
 
 def _reading(
-    author: Message, before: Manifest | None, members: Iterable[str], messages: Mapping[str, Message]
+    author: Message, decided: Manifest | None, members: Iterable[str], messages: Mapping[str, Message]
 ) -> Reading | None:
     """Returns who reads which sequences next. A silent member keeps what it holds."""
-    known = before.reading if before else None
+    known = decided.reading if decided else None
     if known is None and author.reads is not None:
         known = Reading(author.reads.total)
     if known is None:
@@ -233,26 +224,17 @@ def folder_of(number: int) -> str:
 
 def read_record(store: Store) -> Record | None:
     """Returns the run in a store; None if there is none. MessageError if it is of another format."""
-    found = store.get(RECORD, MOST_JSON)
-    if found is None:
-        return None
-    try:
-        return _record(store.address, found)
-    except MessageError:
-        return store.read(RECORD, MOST_JSON, partial(_record, store.address))
+    return _parsed(store, RECORD, partial(_record, store.address))
 
 
 def put_record(store: Store, record: Record) -> Record:
-    """Starts a run, or finds the one that is there; returns it. ExchangeError if the store overwrites it."""
-    data = json.dumps(asdict(record)).encode()
-    if store.put_if_absent(RECORD, data) and store.put_if_absent(RECORD, data):
-        store.delete([RECORD])
-        raise _overwrites(store)
+    """Starts a run, or finds the one that is there; returns it."""
+    store.put_if_absent(RECORD, json.dumps(asdict(record)).encode())
     return store.read(RECORD, MOST_JSON, partial(_record, store.address))
 
 
 def check_races(store: Store, record: Record, together: Callable[[list[Callable[[], bool]]], list[bool]]) -> None:
-    """Lets eight puts race for one name. ExchangeError if more than one wins: some servers check first, then write.
+    """Lets eight puts race for one name. ExchangeError if more than one wins, as where a server checks, then writes.
 
     `together` makes calls side by side.
     """
@@ -260,7 +242,10 @@ def check_races(store: Store, record: Record, together: Callable[[list[Callable[
     won = together([partial(store.put_if_absent, name, f"{racer}".encode()) for racer in range(8)])
     store.delete([name])
     if sum(won) > 1:
-        raise _overwrites(store)
+        raise ExchangeError(
+            f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not "
+            "be decided once; update the server, or use another store"
+        )
 
 
 def look(store: Store, number: int) -> Seen:
@@ -308,8 +293,8 @@ def message_name(number: int, worker: str) -> str:
     return f"{folder_of(number)}/{worker}.message"
 
 
-def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
-    """Returns a message with an unchecked body; MessageError if the rest does not fit its name."""
+def read_message(name: str, data: bytes, run: str, number: int | None = None, worker: str | None = None) -> Message:
+    """Returns a message with an unchecked body; MessageError if the rest does not fit its name, if that is given."""
     head, _, body = data.partition(b"\n")
     values = json_of(name, head)
     if values.get("reads") is not None:
@@ -320,22 +305,17 @@ def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> 
         ("round", message.round, number),
         ("worker", message.worker, worker),
     ):
-        if came != wanted:
+        if wanted is not None and came != wanted:
             raise MessageError(f"{name} is of {field_name} {came}, expected {wanted}")
     return message
 
 
 def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
     """Returns a round's manifest; None if the round is open."""
-    name = f"{folder_of(number)}/manifest"
     try:
-        found = store.get(name, MOST_JSON)
-        return None if found is None else _manifest(found, run, number)
-    except MessageError:
-        try:
-            return store.read(name, MOST_JSON, lambda data: _manifest(data, run, number))
-        except ForeignError:
-            return None  # a stranger's: for those with the key the round is open
+        return _parsed(store, f"{folder_of(number)}/manifest", lambda data: _manifest(data, run, number))
+    except ForeignError:
+        return None  # a stranger's: for those with the key the round is open
 
 
 def propose(store: Store, manifest: Manifest) -> Manifest | None:
@@ -373,6 +353,15 @@ def clear(store: Store, numbers: Iterable[int]) -> None:
 
 
 # Checking what others wrote
+
+
+def _parsed(store: Store, name: str, parse: Callable[[bytes], T]) -> T | None:
+    """Returns an object, parsed, or None. A damaged one is read again: a cache may give a part of it as the whole."""
+    try:
+        found = store.get(name, MOST_JSON)
+        return None if found is None else parse(found)
+    except MessageError:
+        return store.read(name, MOST_JSON, parse)
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:
@@ -441,13 +430,6 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
     if kind is str:
         return bool(_NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
     return True
-
-
-def _overwrites(store: Store) -> ExchangeError:
-    return ExchangeError(
-        f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not be "
-        "decided once; update the server, or use another store"
-    )
 
 
 def _record(address: str, data: bytes) -> Record:

@@ -63,7 +63,7 @@ class FolderRounds(Rounds):
         self.moments = moments
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
         self._restored: dict[str, Any] = {}  # what a saved state has of the run, until this worker joins
-        self._former, self._saved_at = "", 0  # the name that the worker had when it saved the state, and its round
+        self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
         # Own messages: the round, the digest of its manifest, the worker's name, and whether the manifest lists it.
         self._sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
         self._forgotten = list[log.Message]()  # own messages of rounds that a fork ended: a manifest may list them yet
@@ -96,9 +96,9 @@ class FolderRounds(Rounds):
             self._check_order(groups)
             self._enter()
             self._apply_all_missed()
-            if self._former and self._end_later_message():
+            if self._saved_at < math.inf and self._end_later_message():
                 self._apply_all_missed()
-            self._former = ""
+            self._saved_at = math.inf
             run.stopping = False  # in the rounds before
         run.hello(self._number)
         run.joined = True
@@ -115,18 +115,25 @@ class FolderRounds(Rounds):
             return self._restored
         self.replicator.let_extract()
         message = None
-        if current is not None and current.data:
-            assert current.message is not None
+        if current is not None and current.data and current.message is not None:
             message = tensor_of(replace(current.attached.message, body=bytes_of(current.message)).packed())
-        name, before = self._former or run.worker, log.digest_of(run.decided)
-        return {"run": run.record.identity, "worker": name, "before": before, "message": message}
+        found = {"worker": run.worker, "before": log.digest_of(run.decided), "message": message}
+        found |= {f"forgotten {number}": tensor_of(each.packed()) for number, each in enumerate(self._forgotten)}
+        return {"run": run.record.identity, "sent": json.dumps([*self._sent]), **found}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """ValueError if it is damaged. The worker joins the run again."""
-        message = saved.get("message")
-        texts = all(isinstance(saved.get(name, ""), str) for name in ("run", "worker", "before"))
-        if not texts or not (message is None or isinstance(message, Tensor)):
-            raise ValueError("the state's entry 'folder' is damaged")
+        message, texts = saved.get("message"), [saved.get(name, "") for name in ("run", "worker", "before", "sent")]
+        try:
+            named = all(isinstance(each, str) for each in texts) and log._NAME.fullmatch(texts[1] or "none")
+            if not named or not isinstance(message, Tensor | None):
+                raise TypeError
+            sent = [(number, mark, name, listed) for number, mark, name, listed in json.loads(saved.get("sent", "[]"))]
+            self._sent = deque(sent, _REMEMBERED)
+            forgotten = [bytes_of(saved[name]) for name in saved if name.startswith("forgotten ")]
+            self._forgotten = [log.read_message("the saved message", each, texts[0]) for each in forgotten]
+        except (TypeError, ValueError, LookupError, AttributeError, MessageError):
+            raise ValueError("the state's entry 'folder' is damaged") from None
         self._open, self._restored, self.run.joined = None, dict(saved), False
 
     def _enter(self) -> None:
@@ -136,13 +143,15 @@ class FolderRounds(Rounds):
         if restored.get("run", identity) != identity:
             raise SettingsError(f"the state is of another run than {run.store.address} holds")
         if restored:
-            self._former, self._saved_at = restored["worker"], self._number
-        self.keeps_steps = bool(self._number or self._former)
+            run.worker, self._saved_at = restored["worker"], self._number
+        self.keeps_steps = bool(self._number or restored)
         if not self.keeps_steps:
             self._load_newest(least=0)
         elif restored and restored["before"] != before:
+            if restored.get("message") is not None:
+                self._forgotten.append(log.read_message("the saved message", bytes_of(restored["message"]), identity))
             other = f"round {self._number - 1} is another one in {run.store.address} than in the state"
-            self._leave_fork(ForkedError(f"{other}, and the work that it has sent may be lost"), restored["before"])
+            self._leave_fork(ForkedError(other), restored["before"])
         elif restored.get("message") is not None:
             self._open = self._round_of(bytes_of(restored["message"]), in_momentum=True)
         self._restored = {}
@@ -153,7 +162,7 @@ class FolderRounds(Rounds):
         """Ends the open round if the worker has sent a message for it after it saved the state; whether it has."""
         number, most = self._number, self.replicator.message_bytes + log.MOST_ENVELOPE
         try:
-            if (data := self.run.store.get(log.message_name(number, self._former), most)) is None:
+            if (data := self.run.store.get(log.message_name(number, self.run.worker), most)) is None:
                 return False
             self._open = self._round_of(data, in_momentum=False)
         except MessageError:  # it counts for nobody
@@ -166,7 +175,7 @@ class FolderRounds(Rounds):
     def _round_of(self, data: bytes, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
         run = self.run
-        message = log.read_message("the saved message", data, run.record.identity, self._number, self._former)
+        message = log.read_message("the saved message", data, run.record.identity, self._number, run.worker)
         attached = Attached(replace(message, body=b""), run.decided, time.monotonic())
         return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
 
@@ -180,10 +189,11 @@ class FolderRounds(Rounds):
             if row_of(sent, manifest) is not None:
                 self.replicator.recount(tensor_of(sent.body), applied=True)
                 self._sent.append((manifest.round, manifest.digest, sent.worker, True))
-        if self._former in [sender.worker for sender in manifest.senders] and manifest.round >= self._saved_at:
+                return
+        if manifest.round >= self._saved_at and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self.replicator.clear_momentum()
-            self.keeps_steps, self._former = False, ""
+            self.keeps_steps, self._saved_at = False, math.inf
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -504,7 +514,7 @@ class FolderRounds(Rounds):
 
         before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        for number in range(before, self._number) if self._former or self._forgotten else ():
+        for number in range(before, self._number) if self._saved_at < math.inf or self._forgotten else ():
             if missed := log.read_manifest(run.store, run.record.identity, number):
                 self._meet_own(missed)
 

@@ -39,7 +39,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     state = "done" if read == 1 or (steps is not None and done >= steps) else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
         state = "stopped"
-    awaited = log.expected(last, seen) if state == "open" else set()
+    awaited = log.expected(last, seen.hellos) if state == "open" else set()
     workers: dict[str, dict[str, Any]] = {}
     for worker in sorted({*senders, *awaited, *(seen.messages if state == "open" else ())}):
         row = workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
