@@ -10,7 +10,7 @@ from small_s3 import small_s3
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs import store as store_module
 from demopt.runs.key import Keyed, read_key
-from demopt.runs.store import ObjectStore, Patient, open_store
+from demopt.runs.store import ObjectStore, Patient, StoreError, open_store
 
 KEY = bytes(range(32))
 
@@ -46,7 +46,7 @@ def test_patient_repeats_and_reports_then_gives_up_and_early_if_there_never_was_
     def fail(call):
         left[0] -= 1
         if left[0] >= 0:
-            raise stores.StoreError("503 Slow Down")
+            raise StoreError("503 Slow Down")
 
     patient = Patient(stores.Wrapped(ObjectStore(), fail), patience=60.0, say=said.append)
     stores.put(patient, "a", b"x")
