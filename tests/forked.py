@@ -152,7 +152,7 @@ def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, lau
     torch.set_num_threads(1)  # as torchrun does
     module, *words = command
     try:
-        with mock.patch.object(os, "_exit", _leave):  # the launcher waits for an answer
+        with mock.patch.multiple(os, _exit=_leave, getppid=lambda: launcher):  # which waits for an answer
             if module == "-m":
                 sys.argv = words
                 importlib.import_module(words[0]).main()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from demopt.output import open_outlets, tell
+
 if TYPE_CHECKING:
     from demopt.train.config import TrainConfig
 
@@ -35,18 +37,21 @@ EXTRAS = ("numpy", "obstore", "peft", "pydantic", "rich", "safetensors", "tokeni
 
 def main() -> None:
     """Runs the command line: exit 0 on success, 2 with a one-line message on a user's mistake."""
+    out = open_outlets()
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model is a folder: nothing is downloaded
     try:
         code = _run(sys.argv[1:])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise
-        code = _tell(
+        code = tell(
             f"{error.name} is missing; install the command line with: pip install '.[train]' in demopt's clone", 2
         )
     except KeyboardInterrupt:
-        code = _tell("stopped", 130)
+        code = tell("stopped", 130)
     sys.stdout.flush()
+    if out.lost:  # of a command that trains, the product is in files
+        code = tell(f"stdout cannot be written: {out.lost}", code or int(sys.argv[1:2] not in (["train"], ["join"])))
     if "RANK" in os.environ:
         os._exit(code)  # under torchrun the process group could keep the interpreter from exiting
     sys.exit(code)
@@ -136,7 +141,7 @@ def _train(config: "TrainConfig") -> int:
         workers = f"starting {config.workers} worker{'s' * (config.workers > 1)}"
         if rank:  # the address, because a wrong one never answers
             workers = f"waiting for all {size} workers at {host}:{port}"
-        print(f"reading {text}, {workers} ...", flush=True)
+        print(f"reading {text}, {workers} ...")
     if rank:
         from demopt.train.worker import under_torchrun
 
@@ -168,24 +173,17 @@ def _run(arguments: list[str]) -> int:
             return 2
         name = getattr(error, "option_name", None)
         meant = f"; here it is {MEANT[name]}" if name in MEANT else ""
-        return _tell(
+        return tell(
             f"{error.format_message()}{meant} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)", 2
         )
     except typer.Abort:  # of Ctrl-C
-        return _tell("stopped", 130)
+        return tell("stopped", 130)
     except SharedInputError as error:
-        return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
+        return tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
     except (InputError, SettingsError) as error:
-        return _tell(str(error), 2)
+        return tell(str(error), 2)
     except DemoptError as error:
-        return _tell(str(error), getattr(error, "code", 1))
-
-
-def _tell(text: str, code: int) -> int:
-    from demopt.errors import printable
-
-    print(f"demopt: {printable(text)}", file=sys.stderr, flush=True)
-    return code
+        return tell(str(error), getattr(error, "code", 1))
 
 
 if __name__ == "__main__":

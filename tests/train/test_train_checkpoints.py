@@ -20,7 +20,7 @@ from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.out import OutFolder
-from demopt.train.team import Team
+from demopt.train.team import Team, stop_on_signals
 from forked import CONTEXT
 
 # Resuming
@@ -44,6 +44,23 @@ def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for
         assert "Traceback" not in told
         assert checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints)).step == steps_done(out) == number
     resume_as(finished[0], out)
+
+
+def test_closed_terminal_and_an_output_that_nobody_reads_lose_no_step(tmp_path, text):
+    out, (ours, terminal) = tmp_path / "\u00fc", os.openpty()
+    process = train_runs.start_held(out, text, number=5, stdout=terminal)
+    for end in (ours, terminal):
+        os.close(end)
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(train_runs.LIMIT) == 129
+    assert checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints)).step == steps_done(out) == 5
+
+
+def test_signal_that_is_ignored_as_under_nohup_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_on_signals():
+        assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
 def test_second_signal_stops_at_once(tmp_path, text):

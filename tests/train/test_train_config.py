@@ -89,10 +89,8 @@ def test_defaults_depend_on_optimizer_and_update(given, update, momentum, lr):
 def test_defaults_of_local_are_those_of_local_demo():
     library = {name: item.default for name, item in inspect.signature(LocalDeMo).parameters.items()}
     ours = resolve(TrainConfig(optimizer="local")).record()
-    local = {name for name, about in SETTINGS.items() if about["fits"] == ("local",)} - {
-        "global_batch"
-    }  # the trainer's
-    for name in (*local, "top_k"):
+    local = {name for name, about in SETTINGS.items() if about["fits"] == ("local",)}
+    for name in (*local - {"global_batch"}, "top_k"):  # that one is the trainer's
         assert ours[name] == library[name], name
     demo = {name: item.default for name, item in inspect.signature(DeMo).parameters.items()}
     assert DEFAULTS["demo"]["top_k"] == demo["top_k"]

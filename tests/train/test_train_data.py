@@ -42,9 +42,8 @@ def test_batch_depends_on_seed_step_rank_and_part():
     first = data.batch(tokens, CONFIG, 1, 0)
     assert first.shape == (3, 17)
     assert np.array_equal(first, data.batch(tokens, CONFIG, 1, 0))
-    others = [(CONFIG, 2, 0, 0), (CONFIG, 1, 1, 0), (CONFIG, 1, 0, 1), (replace(CONFIG, seed=1), 1, 0, 0)]
-    for config, step, rank, part in others:
-        assert not np.array_equal(first, data.batch(tokens, config, step, rank, part))
+    for other in ((CONFIG, 2, 0, 0), (CONFIG, 1, 1, 0), (CONFIG, 1, 0, 1), (replace(CONFIG, seed=1), 1, 0, 0)):
+        assert not np.array_equal(first, data.batch(tokens, *other))
 
 
 def test_validation_windows_are_shared_out_without_remainder():
@@ -54,8 +53,7 @@ def test_validation_windows_are_shared_out_without_remainder():
     assert len(whole) == 10
     assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, whole))
     assert data.validation_windows(tokens, replace(config, eval_sequences=1), 1, 2).shape == (0, 17)
-    few = data.validation_windows(data.Tokens((np.arange(20),)), config, 0, 1)
-    assert [int(window[0]) for window in few] == [0, 1, 2, 3]
+    assert [*data.validation_windows(data.Tokens((np.arange(20),)), config, 0, 1)[:, 0]] == [0, 1, 2, 3]
 
 
 def test_tokens_windows_stay_in_their_row():
@@ -109,12 +107,10 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     ],
 )
 def test_load_corpus_refuses_bad_data(tmp_path, name, content, told):
-    if isinstance(content, bytes):
-        (tmp_path / name).write_bytes(content)
-    else:
-        np.save(tmp_path / name, content)
+    place = tmp_path / name
+    place.write_bytes(content) if isinstance(content, bytes) else np.save(place, content)
     with pytest.raises(InputError, match=told):
-        data.load_corpus(replace(CONFIG, data=[str(tmp_path / name)]))
+        data.load_corpus(replace(CONFIG, data=[str(place)]))
 
 
 def test_load_corpus_refuses_mixed_data_a_small_vocabulary_and_a_tokenizer_that_is_none(tmp_path, text):

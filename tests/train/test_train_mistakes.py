@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,8 +97,7 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
 )
 def test_train_refuses_bad_config_file(command, tmp_path, content, told):
     (tmp_path / "config.json").write_text(content)
-    flags = ["--out", tmp_path / "run", "--config", tmp_path / "config.json"]
-    assert told in command("train", *flags, code=2)
+    assert told in command("train", "--out", tmp_path / "run", "--config", tmp_path / "config.json", code=2)
 
 
 def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path, finished, text):
@@ -111,10 +111,7 @@ def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path
 
 
 def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with OutFolder(tmp_path / "out").held():
         pass
     assert "not locked against a second run: No locks available" in capsys.readouterr().err
@@ -138,12 +135,11 @@ def test_resume_refuses_another_run(tmp_path, finished):
 
 
 def test_mistake_that_workers_find_is_one_line_and_leaves_out_free(tmp_path):
-    out = tmp_path / "a"
-    flags = [*SMALL, "--data", "nowhere.txt", "--out", out]
+    flags = [*SMALL, "--data", "nowhere.txt", "--out", tmp_path / "a"]
     done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "reading nowhere.txt, starting 2 workers ...\n")
     assert done.stderr == "demopt: --data nowhere.txt: no such file or folder\n"
-    assert not out.exists()
+    assert not (tmp_path / "a").exists()
 
 
 def test_command_line_without_typer_says_what_to_install():

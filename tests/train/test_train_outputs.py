@@ -2,6 +2,7 @@
 
 import io
 import re
+import subprocess
 import sys
 import types
 from contextlib import nullcontext
@@ -143,6 +144,14 @@ def test_tensorboard_has_the_metrics(tmp_path):
     events.Reload()
     found = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in ("loss", "val_loss")}
     assert found == {"loss": [(1, 3.0), (3, 2.0)], "val_loss": [(3, 2.5)]}
+
+
+@pytest.mark.parametrize(("where", "code"), [("> /dev/full", 1), (">&-", 0), ("| true", 0), ("2>&- >&-", 0)])
+def test_output_that_cannot_be_written_is_told_and_no_reader_is_no_mistake(where, code):
+    script = f"set -o pipefail; {sys.executable} -m demopt.cli --version {where}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stderr == code * "demopt: stdout cannot be written: No space left on device\n"
+    assert (done.returncode, done.stdout) == (code, "")
 
 
 # What a person sees while it trains

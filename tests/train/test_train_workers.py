@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 import train_runs
@@ -56,6 +57,12 @@ def test_killed_worker_ends_the_run(tmp_path, text):
     assert "rank 1 was ended by SIGKILL" in told
     assert f"demopt train --resume --out {out}" in told
     assert not any(map(alive, workers.values()))
+
+
+def test_worker_whose_launcher_is_gone_before_it_has_started_ends():
+    command = [sys.executable, "-m", "demopt.train.worker", "none.json", "4194305"]  # no process has this number
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 # Started one by one, or by torchrun

@@ -99,7 +99,7 @@ def at_step(step, rank, action, folder):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
-def start_held(out, text, *more, number, release=True):
+def start_held(out, text, *more, number, release=True, **how):
     """Start a run and return when rank 0 has come to a step.
 
     There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
@@ -107,7 +107,7 @@ def start_held(out, text, *more, number, release=True):
     held = Path(f"{out}-{number}") / "held"
     until = f"{release} and training.stop_requested()"
     wait = f"Path({str(held)!r}).touch()\n                while not ({until}): time.sleep(0.01)"
-    process = start(out, text, *more, env=at_step(number, 0, wait, held.parent))
+    process = start(out, text, *more, env=at_step(number, 0, wait, held.parent), **how)
     wait_for(held.exists, process)
     return process
 
@@ -156,8 +156,7 @@ def steps_done(out):
 def workers_of(process):
     """Process ids of the workers by rank: the launcher's children that run the worker module."""
     found = {}
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         try:
             command = Path(f"/proc/{child}/cmdline").read_text()
             settings = Path(f"/proc/{child}/environ").read_text().split("\0")

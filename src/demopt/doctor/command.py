@@ -39,7 +39,7 @@ def doctor(
     if peers and me == peers[0] and any(name.startswith("port") and remedy for name, _, remedy in found):
         print("the links are measured when the port is free: the other machines connect to it")
     elif peers and len(peers) > 1:
-        print(f"waiting up to {wait:.0f} s for the others: start the same command there ...", flush=True)
+        print(f"waiting up to {wait:.0f} s for the others: start the same command there ...")
         with quiet():
             pairs = measure_pairs(me, peers, port, wait)
         faults += _show([_finding(pair) for pair in pairs])

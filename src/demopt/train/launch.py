@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 import shlex
 import signal
@@ -67,7 +68,7 @@ def train(config: TrainConfig) -> int:
         )
         with stop_on_signals(Path(scratch, STOP).touch) as received:
             try:
-                elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings))
+                elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings), str(os.getpid()))
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
         if Path(scratch, ENDED).exists():

@@ -120,7 +120,7 @@ def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus) -> N
         if console.encoding.startswith("utf"):
             console.print(letters(rows, min(COLUMNS, console.width - 10)), markup=False)
         print(f"the curves are in {out.picture}")
-    print(f"the model is in {out.model}", flush=True)
+    print(f"the model is in {out.model}")
 
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:

@@ -40,11 +40,7 @@ class Screen(ExitStack):
 
     def say(self, line: str) -> None:
         """Shows one message, above the bar; it may quote other workers."""
-        line = printable(line)
-        if self._live is not None:
-            self._console.print(line, markup=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
+        self._console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
     def step(self, row: Row) -> None:
         """Shows a step: the first and the last one, those with an evaluation, and others from time to time."""

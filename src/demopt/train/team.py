@@ -19,6 +19,7 @@ import torch
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import can_connect, dist, resolve
+from demopt.output import tell
 from demopt.train.config import InputError, SharedInputError, TrainConfig
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that tells gloo which network interface to take
@@ -93,11 +94,9 @@ def join(config: TrainConfig) -> Team:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
     if dist.get_rank() == 0 and _spans_machines():
-        print(
-            "demopt: anyone who can reach the ports of this run can join it or change its messages; train in a network "
-            "that you trust, or through a folder with a key (--run, --key-file)",
-            file=sys.stderr,
-            flush=True,
+        tell(
+            "anyone who can reach the ports of this run can join it or change its messages; train in a network that "
+            "you trust, or through a folder with a key (--run, --key-file)"
         )
     return Team(dist.get_rank(), dist.get_world_size(), device, Collective())
 
@@ -153,14 +152,16 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
         received.append(number)
+        request()
         stopped = "stopped at once" if len(received) > 1 else f"stopping after {after}; once more to stop at once"
         if os.environ.get("RANK", "0") == "0":
-            print(f"demopt: {stopped}", file=sys.stderr, flush=True)
+            tell(stopped)
         if len(received) > 1:
             os._exit(128 + number)
-        request()
 
     kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # What is ignored stays so, as SIGHUP under nohup; a script's `&` ignores SIGINT, which somebody sends on purpose.
+    kinds = [each for each in kinds if each == signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN]
     handlers = {kind: signal.signal(kind, handle) for kind in kinds}
     try:
         yield received

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
+from demopt.output import open_outlets
 from demopt.train import checkpoint
 from demopt.train.config import SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
 from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
@@ -196,16 +197,18 @@ def under_torchrun(config: TrainConfig) -> int:
 
 def main() -> NoReturn:
     """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
-    settings = Path(sys.argv[1])
+    settings, launcher = Path(sys.argv[1]), int(sys.argv[2])
+    open_outlets()
     if sys.platform == "linux":  # which then ends it with its launcher, even a killed one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it was gone before
+            os._exit(1)
     code = 1
     try:
         if record(work)(config_of(read_file(settings)), settings.with_name(STOP).exists):
             settings.with_name(ENDED).touch()
         code = 0
     finally:
-        sys.stdout.flush()
         os._exit(code)  # see `join`; the launcher reports the error
 
 
