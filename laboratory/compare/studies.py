@@ -40,7 +40,11 @@ BASE: Settings = {
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
 SIGN_RATE, MUON_RATE = 4e-3, 0.03
 MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
-DEFAULT: dict[str, Any] = {"momentum": 0.9, "beta2": 0.99}  # of `demopt.muon_adamw`, for local steps
+SLOW: dict[str, Any] = {
+    "momentum": 0.9,
+    "beta2": 0.99,
+}  # averages: the defaults of `demopt.muon_adamw`, for local steps
+DEFAULT: dict[str, Any] = {**SLOW, "error_decay": 0.9}  # with that of LocalDeMo
 STEP: Settings = {"outer_lr": 0.7, "outer_momentum": 0.6}  # the outer step that many workers want
 
 
@@ -65,7 +69,7 @@ def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
 def _local(name: str, inner: str = "muon", every: int = 5, **more: Any) -> Entry:
     """Makes an entry of LocalDeMo. AdamW's local steps want about twice the rate of AdamW-DDP."""
     momentum = {"momentum": MUON_DDP} if inner == "muon" else {}
-    settings = {"sync_every": every, "inner": inner, "route": "gather", **momentum, **more}
+    settings = {"sync_every": every, "inner": inner, "route": "gather", "error_decay": 1.0, **momentum, **more}
     return Entry(name, "local", settings, {"muon": LOCAL_RATE, "adamw": 0.004}[inner], beside=inner)
 
 
@@ -85,30 +89,33 @@ def _one_bit() -> tuple[Entry, ...]:
             _local(f"local adamw{title}", "adamw", route=route)
             for title, route in (("", "gather"), (" two-way", "owner"))
         ),
-        Entry(
-            "muon h2 k231",
-            "local",
-            {"sync_every": 2, "top_k": 231, "error_decay": 0.5, "momentum": MUON_DDP},
-            LOCAL_RATE,
-        ),
+        _local("muon h2 k231", every=2, top_k=231, error_decay=0.5),
     )
 
 
 def _muon_momentum() -> tuple[Entry, ...]:
     """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps.
 
-    "b": AdamW's beta2, .95 where it is not named. "k": coefficients of a chunk of 4,096, in place of all. "dense":
-    float32 means in place of messages, and whose gradients are averaged at every step besides.
+    "b": AdamW's beta2, .95 where it is not named. "e": the error's decay, 1 where it is not. "k": coefficients of a
+    chunk of 4,096, in place of all. "dense": float32 means in place of messages, and whose gradients are averaged at
+    every step besides.
     """
     momenta, sparse = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "error_decay": 0.5}
     local = (
         *(_local(f"h{every} {each}", every=every, momentum=each) for every in (5, 10, 15, 30) for each in momenta),
-        *(_local(f"h{every} 0.9 b0.99", every=every, **DEFAULT) for every in (5, 10, 15, 30)),
+        *(_local(f"h{every} default", every=every, **DEFAULT) for every in (5, 10, 15, 30)),
+        *(_local(f"h{every} default, outer step", every=every, **DEFAULT, **STEP) for every in (5, 10, 15, 30)),
+        *(_local(f"h{every} 0.9 b0.99", every=every, **SLOW) for every in (5, 10, 15, 30)),
         *(
-            Entry(f"dense h5, {part} averaged", "local steps", {"every": 5, "averaged": part, **DEFAULT}, LOCAL_RATE)
+            _local(f"h{every} e{b}", every=every, **{**DEFAULT, "error_decay": b})
+            for every in (5, 30)
+            for b in (0.5, 0.8)
+        ),
+        *(
+            Entry(f"dense h5, {part} averaged", "local steps", {"every": 5, "averaged": part, **SLOW}, LOCAL_RATE)
             for part in ("none", "others", "matrices")
         ),
-        _local("h5 0.9 b0.99 two-way", route="owner", **DEFAULT),
+        _local("h5 0.9 b0.99 two-way", route="owner", **SLOW),
         _local("h5 0.95 b0.99", momentum=0.95, beta2=0.99),
         *(_local(f"h5 0.9 b{beta2}", momentum=0.9, beta2=beta2) for beta2 in (0.995, 0.999)),
         _local("h5 0.9 outer 1.0 0.3", momentum=0.9, outer_lr=1.0, outer_momentum=0.3),
@@ -130,8 +137,11 @@ def _rivals() -> tuple[Entry, ...]:
     return (
         _muloco("muloco 2-bit h10", 10),
         _muloco("muloco 2-bit h10 memory 1", 10, error_decay=1.0),
-        _muloco("muloco 2-bit h30 0.95", 30, momentum=0.95),
-        Entry("sparseloco h5 k512", "sparseloco", {"every": 5, "top_k": 512, "error_decay": 0.95}, 0.002),
+        *(_muloco(f"muloco 2-bit h30 {momentum}", 30, momentum=momentum) for momentum in (0.9, 0.95)),
+        *(
+            Entry(f"sparseloco h{every} k{k}", "sparseloco", {"every": every, "top_k": k, "error_decay": 0.95}, 0.002)
+            for every, k in ((5, 512), (30, 64))
+        ),
         demo("demo muon k32", MUON_RATE, **MUON),
     )
 

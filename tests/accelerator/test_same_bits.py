@@ -18,7 +18,7 @@ import problems
 import ranks
 from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank
-from demopt.optim import staging
+from demopt.optim import muon, staging
 from demopt.optim.local_weights import LocalWeights
 from demopt.wire.message import HEADER_BYTES, pack_message
 from laboratory import gpu
@@ -247,6 +247,30 @@ def _scaled(rank: int, world_size: int, case: str) -> bool:
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
 def test_a_gradient_scaler_works_as_on_a_cpu(on_toy: Any, case: str) -> None:
     assert on_toy(_scaled, 1, case) == [True]
+
+
+def _muon_steps(kind: type, device: str) -> tuple[list[torch.Tensor], int]:
+    shapes = [(24, 40), (24, 40), (40, 24), (24, 40), (40, 24), (24, 40)]
+    matrices = [nn.Parameter(each.detach().to(device)) for each in problems.parameters(shapes)]
+    optimizer = kind(matrices, lr=0.1, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for number, matrix in enumerate(matrices):
+            matrix.grad = problems.draw(shapes[number], step, number).to(device) if step or number else None
+        with toy.counting() as found:
+            optimizer.step()
+    return [matrix.detach().cpu() for matrix in matrices], found.get("launches", 0)
+
+
+def _muon(rank: int, world_size: int) -> tuple[int, int]:
+    with mock.patch.multiple(muon, _DEVICE_DTYPE=torch.float32, _BATCH_ELEMENTS=3 * 24 * 40):  # batches of 3, 1 and 2
+        found, launches = _muon_steps(muon.BatchedMuon, "toy")
+    torch.testing.assert_close(found, _muon_steps(muon.BatchedMuon, "cpu")[0])
+    return launches, _muon_steps(torch.optim.Muon, "toy")[1]
+
+
+def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches(on_toy: Any) -> None:
+    ((launches, of_torch),) = on_toy(_muon, 1)
+    assert 30 < launches < of_torch
 
 
 def test_a_model_that_moves_after_local_demo_was_built_is_refused() -> None:

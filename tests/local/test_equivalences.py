@@ -19,7 +19,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange
-from demopt.optim.muon import Float32Muon
+from demopt.optim.muon import BatchedMuon
 from oracles.local import local_round
 from oracles.reference import zero_momentum
 
@@ -44,7 +44,7 @@ def _adamw(parameters: list[Parameter]) -> torch.optim.Optimizer:
 
 
 def _muon(parameters: list[Parameter]) -> torch.optim.Optimizer:
-    return Float32Muon(parameters, 0.02, 0.1, 0.9, "match_rms_adamw")
+    return BatchedMuon(parameters, 0.02, 0.1, 0.9, "match_rms_adamw")
 
 
 def _with_demopt(

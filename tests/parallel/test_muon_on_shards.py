@@ -15,7 +15,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo, Muon
 from demopt.codec.hyperparameters import Codec
-from demopt.optim.muon import Float32Muon
+from demopt.optim.muon import BatchedMuon
 
 #: Shards of 2 ranks: even, uneven, and none left for the second rank; the last is a batch of matrices.
 SHAPES = [(32, 16), (33, 7), (1, 16), (16, 33), (3, 8, 16)]
@@ -69,7 +69,7 @@ def _training(rank: int, world_size: int, kind: str, sharded: bool) -> tuple[lis
         groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}]
         optimizer = DeMo(groups, process_group=mesh["replicate"], **problems.SMALL)
     else:
-        inner = [Float32Muon(matrices), torch.optim.AdamW(others, lr=0.01)]
+        inner = [BatchedMuon(matrices), torch.optim.AdamW(others, lr=0.01)]
         optimizer = LocalDeMo(inner, sync_every=2, process_group=mesh["replicate"], codec=Codec(chunk=16))
     sent = []
     for step in range(6):

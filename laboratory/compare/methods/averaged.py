@@ -45,7 +45,7 @@ def muon_maker(
 
     Examples:
         >>> [type(each).__name__ for each in muon_maker(0.95)(nn.Linear(2, 2))]
-        ['Float32Muon', 'AdamW']
+        ['BatchedMuon', 'AdamW']
     """
 
     def make(model: nn.Module) -> list[Optimizer]:

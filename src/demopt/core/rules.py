@@ -237,7 +237,7 @@ def newton_schulz(matrices_RS: Tensor) -> Tensor:
         return matrices_RS.clone()
     is_tall, sides = matrices_RS.shape[-2] > matrices_RS.shape[-1], (-2, -1)
     wide = matrices_RS.mT if is_tall else matrices_RS  # for the smaller Gram matrix
-    largest = wide.abs().amax(sides, keepdim=True)
+    largest: Tensor = torch.linalg.vector_norm(wide, float("inf"), dim=sides, keepdim=True)
     x = wide / largest.clamp_(min=torch.finfo(wide.dtype).tiny)  # first, so that squares do not underflow
     x.div_(torch.linalg.vector_norm(x, dim=sides, keepdim=True).clamp_(min=1.0))
     plus_product = torch.addmm if x.dim() == 2 else torch.baddbmm

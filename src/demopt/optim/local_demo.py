@@ -64,7 +64,7 @@ class LocalDeMo(ReplicatedOptimizer):
         sync_every: H, steps from one round to the next.
         top_k: None: one bit per coefficient, its sign. A number: only the top_k largest of each full chunk x chunk
             block, for fewer bytes.
-        error_decay: b, in [0, 1]: the fraction of the error that remains after a round. Default: 1, with top_k 0.5.
+        error_decay: b, in [0, 1]: the fraction of the error that remains after a round. Default: 0.9, with top_k 0.5.
         outer_lr: factor on the aggregated pseudo-gradient, > 0.
         outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
         delay: 0: a round is applied at once. 1: it travels during the next H steps and is applied after them (`flush`).
@@ -123,7 +123,7 @@ class LocalDeMo(ReplicatedOptimizer):
     ) -> None:
         codec = codec_of(LocalDeMo, of_codec, codec)
         if error_decay is None:
-            error_decay = 1.0 if top_k is None else 0.5
+            error_decay = 0.9 if top_k is None else 0.5
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)
         if delay not in (0, 1):

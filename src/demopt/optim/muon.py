@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from demopt.core.rules import Muon, Rule
-from demopt.exchange.dtensor import shard_as, shard_of, to_local, whole_of
+from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.optim.mistakes import remember
 from demopt.validation import check_number
 
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `muon_adamw` says so
 
+
+_BATCH_ELEMENTS = 1 << 25  # of matrices that iterate together on an accelerator, which takes a few times their memory
+_DEVICE_DTYPE = torch.bfloat16  # of the iteration there, as torch's Muon has it: for tensor cores
 
 #: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
 _ADAMW_SHARE = 0.2
@@ -87,7 +90,7 @@ def muon_adamw(
     """Returns [Muon for a model's matrices, AdamW for all other parameters], the inner optimizers for `LocalDeMo`.
 
     `muon_groups` defines the matrices. One rate fits both, because Muon's scale is "match_rms_adamw". An optimizer
-    without parameters is left out. On a CPU, and on sharded matrices, Muon iterates in float32 (`Float32Muon`).
+    without parameters is left out. Muon is `BatchedMuon`.
 
     Args:
         lr: learning rate of both.
@@ -106,7 +109,7 @@ def muon_adamw(
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
         >>> inner = muon_adamw(model, lr=0.015)
         >>> [(type(each).__name__, each.param_groups[0]["lr"]) for each in inner]
-        [('Float32Muon', 0.015), ('AdamW', 0.015)]
+        [('BatchedMuon', 0.015), ('AdamW', 0.015)]
         >>> optimizer = demopt.LocalDeMo(inner, sync_every=5)
     """
     if not hasattr(torch.optim, "Muon"):
@@ -116,32 +119,31 @@ def muon_adamw(
     remember(model, "muon_adamw")
     found: list[torch.optim.Optimizer] = []
     if matrices:
-        muon = Float32Muon if matrices[0].is_cpu or any(shard_of(each)[1] > 1 for each in matrices) else _TorchMuon
-        found.append(muon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
+        found.append(BatchedMuon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
     if rest:
         fused = rest[0].device.type in ("cpu", "cuda")
         found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused))
     return found
 
 
-class Float32Muon(_TorchMuon):  # type: ignore[misc]
-    """torch.optim.Muon with the Newton-Schulz iteration in float32, on whole matrices: for CPUs, and for shards.
+class BatchedMuon(_TorchMuon):  # type: ignore[misc]
+    """torch.optim.Muon, but on an accelerator equal matrices iterate together, and on a CPU in float32.
 
-    The ranks that hold the shards of a matrix (FSDP2, tensor parallelism) gather it once a step, and each iterates on
-    the whole: the same bits as without shards. torch's Muon communicates within the iteration.
+    torch launches some forty kernels per matrix, and iterates in bfloat16, for which a CPU takes 21 to 104 times as
+    long (docs/design-notes.md). The ranks that hold the shards of a matrix (FSDP2, tensor parallelism) gather it once a
+    step, and each iterates on the whole: on a CPU with the same bits as without shards.
 
-    torch iterates in bfloat16, for tensor cores; a CPU without bfloat16 instructions takes 21 to 104 times as long
-    (docs/design-notes.md). The scale is always "match_rms_adamw". Settings and saved state are those of torch.
+    The scale is always "match_rms_adamw". Settings and saved state are those of torch.
 
     Examples:
         >>> matrix = nn.Parameter(torch.zeros(64, 128))
         >>> matrix.grad = torch.randn(64, 128)
-        >>> Float32Muon([matrix], lr=1.0, weight_decay=0.0).step()
+        >>> BatchedMuon([matrix], lr=1.0, weight_decay=0.0).step()
         >>> matrix.detach().square().mean().sqrt().round(decimals=1)
         tensor(0.2000)
     """
 
-    stands_for = "Muon"  # so that CPUs and accelerators can train together
+    stands_for = "Muon"  # for workers with torch's to train along
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -151,17 +153,34 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            alike: dict[Any, list[nn.Parameter]] = {}
             for matrix in group["params"]:
                 if matrix.grad is not None:
-                    self._update(matrix, matrix.grad, group)
+                    is_alone = matrix.is_cpu or hasattr(matrix, "placements")
+                    alike.setdefault(matrix if is_alone else (matrix.shape, matrix.dtype, matrix.device), []).append(
+                        matrix
+                    )
+            for same in alike.values():
+                most = max(_BATCH_ELEMENTS // max(same[0].numel(), 1), 1)
+                for first in range(0, len(same), most):
+                    self._update(same[first : first + most], group)
         return loss
 
-    def _update(self, matrix_RS: nn.Parameter, gradient_RS: Tensor, group: dict[str, Any]) -> None:
-        state, lr, momentum = self.state[matrix_RS], group["lr"], group["momentum"]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient_RS)
-        average = state["momentum_buffer"].lerp_(gradient_RS, 1 - momentum)
-        ahead = gradient_RS.lerp(average, momentum) if group["nesterov"] else average
-        direction = Muon()(whole_of(to_local(ahead).float(), like=matrix_RS), torch.empty(0, device="cpu"), {})
-        local = to_local(matrix_RS.detach())
-        local.mul_(1 - lr * group["weight_decay"]).add_(shard_as(direction, like=matrix_RS), alpha=-lr)
+    def _update(self, batch: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Updates matrices of one shape, or a shard."""
+        lr, momentum = group["lr"], group["momentum"]
+        gradients = [to_local(each.grad) for each in batch if each.grad is not None]
+        for matrix in batch:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        averages = [to_local(self.state[matrix]["momentum_buffer"]) for matrix in batch]
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        ahead = torch._foreach_lerp(gradients, averages, momentum) if group["nesterov"] else averages
+        dtype = torch.float32 if ahead[0].is_cpu else _DEVICE_DTYPE
+        together_BRS = ahead[0].new_empty((len(batch), *batch[0].shape), dtype=dtype)
+        torch._foreach_copy_(together_BRS.unbind(), [whole_of(*each) for each in zip(ahead, batch, strict=True)])
+        # a single one as a matrix, whose products have other bits than those of a batch of one
+        phi_BRS = Muon()(together_BRS.squeeze(0), torch.empty(0, device="cpu"), {}).view_as(together_BRS)
+        weights = [to_local(matrix.detach()) for matrix in batch]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, [shard_as(*each) for each in zip(phi_BRS, batch, strict=True)], alpha=-lr)

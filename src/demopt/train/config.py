@@ -158,7 +158,7 @@ class TrainConfig:
     )
 
     sync_every: int = local(5, "Local steps per round.", ge=1)
-    error_decay: float | None = local(None, "Fraction of the error that a round leaves. Default: 1, with top-k 0.5.")
+    error_decay: float | None = local(None, "Fraction of the error that a round leaves. Default: 0.9, with top-k 0.5.")
     outer_lr: float = local(1.0, "Factor on the mean pseudo-gradient of a round.")
     outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)

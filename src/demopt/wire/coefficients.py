@@ -27,6 +27,7 @@ _LARGEST_LEVEL = 127
 _AT_ONCE = 1 << 18  # coefficients of a rank, whose signs are compared while they are in a cache
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
 _TINY = torch.finfo(torch.float64).tiny
+_MEANS_AT_ONCE = 1 << 23  # coefficients
 _LIMIT = 1e35  # also of float64, which float32 parameters may receive
 
 
@@ -281,7 +282,10 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     """
     bits = values_CN < 0
     bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
-    return pack_bits(bits).view(len(bits), bits.shape[1] // 8), values_CN.abs().mean(1, dtype=torch.float64)
+    # in parts: the copy in float64 would be twice the model
+    parts = values_CN.split(max(_MEANS_AT_ONCE // values_CN.shape[1], 1))
+    scales_C = torch.cat([part.abs().mean(1, dtype=torch.float64) for part in parts])
+    return pack_bits(bits).view(len(bits), bits.shape[1] // 8), scales_C
 
 
 def refuse(faults: Faults, rank: int | None = None) -> None:
