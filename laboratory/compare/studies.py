@@ -40,10 +40,7 @@ BASE: Settings = {
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
 SIGN_RATE, MUON_RATE = 4e-3, 0.03
 MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
-SLOW: dict[str, Any] = {
-    "momentum": 0.9,
-    "beta2": 0.99,
-}  # averages: the defaults of `demopt.muon_adamw`, for local steps
+SLOW: dict[str, Any] = {"momentum": 0.9, "beta2": 0.99}  # the defaults of `demopt.muon_adamw`, for local steps
 DEFAULT: dict[str, Any] = {**SLOW, "error_decay": 0.9}  # with that of LocalDeMo
 STEP: Settings = {"outer_lr": 0.7, "outer_momentum": 0.6}  # the outer step that many workers want
 
@@ -56,14 +53,6 @@ def demo(name: str, lr: float = SIGN_RATE, **more: Any) -> Entry:
         8
     """
     return Entry(name, "demo", {**BASE, **more}, lr)
-
-
-def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
-    """Entries under signum, then under muon: the best value for one need not be best for the other."""
-    titles = {f"{setting.replace('_', '-')} {value}": value for value in values}
-    signs = (demo(title, **{setting: value}) for title, value in titles.items())
-    muons = (demo(f"muon {title}", MUON_RATE, **{**MUON, setting: value}) for title, value in titles.items())
-    return (*signs, *muons)
 
 
 def _local(name: str, inner: str = "muon", every: int = 5, **more: Any) -> Entry:
@@ -115,10 +104,9 @@ def _muon_momentum() -> tuple[Entry, ...]:
             Entry(f"dense h5, {part} averaged", "local steps", {"every": 5, "averaged": part, **SLOW}, LOCAL_RATE)
             for part in ("none", "others", "matrices")
         ),
+        _local("h5 default, two-way", route="owner", **DEFAULT),
         _local("h5 0.9 b0.99 two-way", route="owner", **SLOW),
-        _local("h5 0.95 b0.99", momentum=0.95, beta2=0.99),
         *(_local(f"h5 0.9 b{beta2}", momentum=0.9, beta2=beta2) for beta2 in (0.995, 0.999)),
-        _local("h5 0.9 outer 1.0 0.3", momentum=0.9, outer_lr=1.0, outer_momentum=0.3),
         *(
             Entry(f"h{every} k{top_k} 0.9", "local", {"sync_every": every, "top_k": top_k, **sparse}, LOCAL_RATE)
             for every, top_k in ((1, 115), (2, 115), (2, 231))
@@ -138,6 +126,7 @@ def _rivals() -> tuple[Entry, ...]:
         _muloco("muloco 2-bit h10", 10),
         _muloco("muloco 2-bit h10 memory 1", 10, error_decay=1.0),
         *(_muloco(f"muloco 2-bit h30 {momentum}", 30, momentum=momentum) for momentum in (0.9, 0.95)),
+        _muloco("muloco 2-bit h30 0.9 b0.99", 30, **SLOW),
         *(
             Entry(f"sparseloco h{every} k{k}", "sparseloco", {"every": every, "top_k": k, "error_decay": 0.95}, 0.002)
             for every, k in ((5, 512), (30, 64))
@@ -164,11 +153,6 @@ _ALL = (
     Study("muon-momentum", "Which momentum of Muon, at which rate, length and steps per round?", _muon_momentum()),
     Study("rivals", "What do other methods of few bytes reach?", _rivals()),
     Study("race", "Loss by step, for the time to a loss on each link?", _race()),
-    Study("transform", "Does the transform matter?", _both("transform", ("dct", "identity"))),
-    Study("top-k", "How many coefficients are enough?", _both("top_k", (2, 4, 8, 16, 32, 64, 128))),
-    Study("alpha", "How much of the sent values should leave the momentum?", _both("alpha", (0.1, 0.2, 0.5, 1.0))),
-    Study("momentum", "Which decay of the momentum?", _both("momentum_decay", (0.9, 0.95, 0.99, 0.995, 0.999))),
-    Study("values", "What do coarse values cost?", _both("values", ("float32", "2-bit", "sign"))),
 )
 STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
 
@@ -177,8 +161,8 @@ def chosen(study: str, only: Iterable[str] = ()) -> Study:
     """Returns a study, or only its named entries; ValueError for an unknown name.
 
     Examples:
-        >>> [entry.name for entry in chosen("values", ["values 2-bit"]).entries]
-        ['values 2-bit']
+        >>> [entry.name for entry in chosen("rivals", ["demo muon k32"]).entries]
+        ['demo muon k32']
     """
     if study not in STUDIES:
         raise ValueError(f"--study is {study!r}; give one of {', '.join(STUDIES)}")

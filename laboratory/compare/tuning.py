@@ -18,7 +18,7 @@ class Plan:
 
     Examples:
         >>> from laboratory.compare.studies import chosen
-        >>> Plan(chosen("values"), Scale(), Source(""), seeds=(0, 1)).rates
+        >>> Plan(chosen("rivals"), Scale(), Source(""), seeds=(0, 1)).rates
         3
     """
 

@@ -57,8 +57,8 @@ TEXT = {  # as the rows name it
 @pytest.mark.parametrize(
     ("method", "ours", "ddp", "rows", "seeds"),
     [
-        (("LocalDeMo", 5), r"h5 0\.9 b0\.99", "muon .*", "muon-momentum", (0, 1, 2)),
-        (("LocalDeMo", 15), "h15 .*", "muon .*", "muon-momentum", (0,)),
+        (("LocalDeMo", 5), "h5 default", "muon .*", "muon-momentum", (0, 1, 2)),
+        (("LocalDeMo", 15), "h15 default", "muon .*", "muon-momentum", (0,)),
         (("DeMo", 1), "demo muon k32", "muon", "compare-1000-steps", (0, 1, 2)),
     ],
 )
