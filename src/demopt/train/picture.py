@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss as a few lines of letters, and losses, rounds and bytes as SVG."""
+"""The picture of a run: losses, rounds and bytes as SVG."""
 
 from __future__ import annotations
 
@@ -11,27 +11,11 @@ from rich.filesize import decimal
 
 from demopt.train.out import Row
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
-LINES, COLUMNS = 5, 60
 WIDE, HIGH, EDGE = 720, 260, 56  # of the SVG: a panel, and the room for numbers beside it
 DETAIL = 400  # points of a curve, at most
 TRAIN, VALIDATION, SENT, RECEIVED = "#7aa6da", "#c2410c", "#15803d", "#7e22ce"
 
 Points = list[tuple[float, float]]
-
-
-def letters(rows: Sequence[Row], columns: int = COLUMNS) -> str:
-    """Returns the training loss as an area of block letters, with its limits at the left; empty without losses."""
-    losses = [y for _, y in _thinned([(row["step"], row["loss"]) for row in rows if row["loss"] is not None], columns)]
-    if len(losses) < 2:
-        return ""
-    low, high = min(losses), max(losses)
-    level = [1 + round((8 * LINES - 1) * (loss - low) / ((high - low) or 1)) for loss in losses]
-    lines = []
-    for line in reversed(range(LINES)):
-        label = f"{high:.3f}" if line == LINES - 1 else f"{low:.3f}" if not line else ""
-        lines.append(f"{label:>8} {''.join(BLOCKS[max(0, min(8, each - 8 * line))] for each in level)}".rstrip())
-    return "\n".join([*lines, f"{'loss':>8} steps {rows[0]['step']} to {rows[-1]['step']}"])
 
 
 def svg(rows: Sequence[Row], title: str) -> str:

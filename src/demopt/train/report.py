@@ -23,7 +23,7 @@ from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.method import FLOAT32_BYTES, activations_of, memory_of
 from demopt.train.model import autocasts, count_parameters, save
 from demopt.train.out import OutFolder, Row
-from demopt.train.picture import COLUMNS, letters, svg
+from demopt.train.picture import svg
 from demopt.train.screen import Screen
 
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
@@ -116,9 +116,6 @@ def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus) -> N
     if rows:  # a worker that has joined a run after its last step has none
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
         out.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
-        console = Console(highlight=False)
-        if console.encoding.startswith("utf"):
-            console.print(letters(rows, min(COLUMNS, console.width - 10)), markup=False)
         print(f"the curves are in {out.picture}")
     print(f"the model is in {out.model}")
 
