@@ -108,10 +108,10 @@ def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path: Path) -> No
 
 def _on_toy(rank: int, world_size: int, address: str) -> str:
     """Trains along in bfloat16, with the state on the host; stops the run after three rounds with three senders."""
-    config, record = settings_of_run(address, None, {})
+    config, run = settings_of_run(address, None, {}, patience=600.0)
     config, model = begin(config)
     text, step, full = load_corpus(config).train, 0, set()
-    run = demopt.FolderExchange(address, late=60)
+    run.late = 60
     model.to("toy", torch.bfloat16).tie_weights()  # which torch unties on its way to a device of this kind
     optimizer = make_optimizer(config, model, run)
     assert isinstance(optimizer, demopt.LocalDeMo)
@@ -126,7 +126,7 @@ def _on_toy(rank: int, world_size: int, address: str) -> str:
         if len(run.decided.senders) == 3 and len(full) < 3:
             full.add(run.decided.round)
             if len(full) == 3:
-                log.put_stop(run.store, run.decided.round, record.identity)
+                log.put_stop(run.store, run.decided.round, run.record.identity)
     run.wait_for_uploads()
     return weights_digest(optimizer.replicator)
 

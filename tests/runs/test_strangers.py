@@ -107,7 +107,7 @@ OF_A_MACHINE = {
 
 def test_security_joining_takes_only_shared_settings_of_a_run(edited: Any, text: str, tmp_path: Path) -> None:
     run = edited("run", lambda record: record["settings"].update(OF_A_MACHINE, lr=0.123))
-    config = settings_to_join(str(run), None, {"out": str(tmp_path / "mine"), "data": [text]})
+    config, _ = settings_to_join(str(run), None, {"out": str(tmp_path / "mine"), "data": [text]})
     assert config.lr == 0.123, "which all workers share"
     own = {"out": str(tmp_path / "mine"), "run": str(run)}
     for name in OF_A_MACHINE:

@@ -24,6 +24,7 @@ from demopt.errors import ExchangeError
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.store import Store, open_store
+from demopt.train.runs import worker
 
 LIMIT = 600  # seconds for anything one of these tests waits for: only what hangs takes so long
 FLAGS = """
@@ -362,7 +363,7 @@ def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch
     [
         (("join", "RUN"), "is no folder here; is its disk mounted?"),
         (("status", "RUN"), "is no folder here"),
-        (("status", "."), "holds no run; start one with demopt train --run"),
+        (("status", "."), "holds no run; is its disk mounted? To start a run: demopt train --run"),
         (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
         (("train", "--run", "RUN", "--workers", "2"), "--run takes one worker per command"),
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
@@ -438,12 +439,52 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
         broken = ("train", "--run", str(machines.place / "broken"), "--timeout", "1", *again[3:], *machines.data)
         told = forked.demopt(*broken).stderr
         assert "has no object start/" in told
-    before = (machines.place / "first" / "metrics.jsonl").read_bytes()
-    machines.run = str(machines.place / "other")
+
+
+def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run(machines, monkeypatch):
+    machines.allow(99)
+    digest = machines.ended(machines.train("first", steps=5), "first")
+    run, away, load, sleep = Path(machines.run), machines.place / "away", worker.load_corpus, time.sleep
+    monkeypatch.setattr(worker, "load_corpus", lambda config: (run.rename(away), load(config))[1])
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if run.exists() else away.rename(run))
+    done = forked.demopt("join", run, "--out", machines.place / "second")
+    assert not away.exists(), "it did not wait"
+    assert digest in done.stdout
+
+
+def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(machines):
+    first = machines.train("first", steps=20)
+    machines.allow(1)
+    machines.manifest(1)
+    machines.kill(first)
+    first.join()
+    run, metrics = Path(machines.run), machines.place / "first" / "metrics.jsonl"
+    rows, away = metrics.read_bytes(), run.rename(machines.place / "away")
+    words = ["train", "--run", run, *SMALL, "--steps", 20, *machines.data, "--out", metrics.parent]
+
+    def refused(told, *more):
+        done = forked.demopt(*words, *more)
+        assert re.search(told, done.stderr), done.stdout + done.stderr
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert metrics.read_bytes() == rows
+
+    for more in ([], ["--resume"], ["--resume-auto"]):
+        refused("is no folder here; is its disk mounted.*--overwrite", *more)
+    assert not run.exists()
+    run.mkdir()  # an empty mount point
+    refused("holds no run; is its disk mounted.*--overwrite", "--resume-auto")
+    assert not [*run.iterdir()]
+    run.rmdir()
+    machines.allow(99)
     machines.ended(machines.train("second", steps=5), "second")
-    told = forked.demopt("join", machines.run, "--out", str(machines.place / "first")).stderr
-    assert "holds another run than" in told
-    assert (machines.place / "first" / "metrics.jsonl").read_bytes() == before
+    refused("--out .*first holds another run than")
+    assert "holds another run than" in forked.demopt("join", run, "--out", metrics.parent).stderr
+    assert metrics.read_bytes() == rows
+    shutil.rmtree(run)
+    away.rename(run)
+    done = forked.demopt(*words, "--resume-auto")
+    assert done.returncode == 0, done.stderr
+    assert metrics.read_bytes().startswith(rows.splitlines()[0])
 
 
 def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):

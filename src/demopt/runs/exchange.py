@@ -148,7 +148,7 @@ class FolderExchange(VaryingExchange):
         return self._record
 
     def find_run(self) -> Record:
-        """Reads the record, to follow the run without joining it; ExchangeError if there is none."""
+        """Reads the record; ExchangeError if there is none. Who has found a run may join that one, and starts none."""
         self._record = log.read_record(self.store)
         if self._record is None:
             raise ExchangeError(f"{self.store.address} holds no run")
@@ -239,7 +239,9 @@ class FolderExchange(VaryingExchange):
         Only who starts it calls `first_weights`, which serialises them. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
-        record, mine = log.read_record(self.store), ""
+        if self._record is not None:
+            self._require(None)
+        record, mine = log.read_record(self.store) or self._record, ""
         if record is None and log.look(self.store, 0).decided:  # begun since, or no run any more
             gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)

@@ -22,9 +22,9 @@ from demopt.validation import check_choice, suggestion
 
 Given = dict[str, Any]
 
-# In --out: the record of all settings, the state of a worker that has left a run in a folder, and checkpoints, of which
+# In --out: the record of all settings, the identity of the run in a folder that it is of, and checkpoints, of which
 # those are whole that have the file that torch.distributed.checkpoint writes last.
-CONFIG, STATE, CHECKPOINTS, WHOLE = "config.json", "state.pt", "checkpoints", "step-*/.metadata"
+CONFIG, IDENTITY, CHECKPOINTS, WHOLE = "config.json", "identity", "checkpoints", "step-*/.metadata"
 
 
 class InputError(ValueError):
@@ -264,7 +264,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):
-        settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / STATE).exists() else "overwrite"] = True
+        settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / IDENTITY).exists() else "overwrite"] = True
     if settings.get("resume"):
         if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")

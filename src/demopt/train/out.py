@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from demopt.errors import DemoptError, first_line
-from demopt.train.config import CHECKPOINTS, CONFIG, STATE, InputError, TrainConfig
+from demopt.train.config import CHECKPOINTS, CONFIG, IDENTITY, InputError, TrainConfig
 
 Row = dict[str, Any]  # the metrics of a step
 
@@ -31,7 +31,8 @@ class OutFolder:
         self.merged = root / "merged"  # with --merge: the model with its adapters in it
         self.picture = root / "loss.svg"
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
-        self.state = root / STATE
+        self.identity = root / IDENTITY  # of the run in a folder that it is of
+        self.state = root / "state.pt"  # of a worker that left such a run
         self.written = [*vars(self).values(), root / "tensorboard", root / "wandb"][1:]  # without `root`
 
     @contextmanager

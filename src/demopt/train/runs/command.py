@@ -14,8 +14,7 @@ import typer
 from demopt.train.config import InputError
 
 if TYPE_CHECKING:
-    from demopt.runs.log import Record
-    from demopt.runs.store import Store
+    from demopt.runs.exchange import FolderExchange
 
 WATCH_SECONDS = 5.0  # between two looks
 
@@ -40,7 +39,7 @@ def join(
 
     own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None, "model": model}
     own["tokenizer"] = tokenizer
-    return train_in_folder(settings_to_join(address, key_file, own))
+    return train_in_folder(*settings_to_join(address, key_file, own))
 
 
 def status(
@@ -52,9 +51,9 @@ def status(
     """Show the progress of a run and its workers."""
     from demopt.train.runs.status import shown, status_of
 
-    store, record = open_run(address, key_file)
+    run = open_run(address, key_file)
     if as_json:
-        print(json.dumps(status_of(store, record, address), indent=1))
+        print(json.dumps(status_of(run.store, run.record, address), indent=1))
         return 0
     from rich.console import Console
     from rich.live import Live
@@ -62,7 +61,7 @@ def status(
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False) if watch and console.is_terminal else nullcontext() as live:
         while True:
-            found = status_of(store, record, address)
+            found = status_of(run.store, run.record, address)
             if live is None:
                 console.print(shown(found))
             else:
@@ -77,14 +76,14 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
     from demopt.runs import log
     from demopt.train.runs.status import status_of
 
-    store, record = open_run(address, key_file)
-    found = status_of(store, record, address)
+    run = open_run(address, key_file)
+    found = status_of(run.store, run.record, address)
     number, steps = found["round"], f"after step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
     if found["state"] != "open":
         more = "demopt export saves its model" if found["state"] == "done" else f"demopt join {address} goes on"
         print(f"nothing to stop: the run is {found['state']} {steps}; {more}")
         return 0
-    log.put_stop(store, number, record.identity)
+    log.put_stop(run.store, number, run.record.identity)
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0
 
@@ -112,10 +111,9 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     from demopt.runs.inbox import CoveredError
     from demopt.runs.replay import replay as rounds
 
-    last = None
-    open_run(address, key_file)
+    last, run = None, open_run(address, key_file, patience=600.0)
     try:
-        for last in rounds(address, key_of(key_file)):
+        for last in rounds(run.store):
             if sys.stderr.isatty():
                 print(f"round {last[0].round + 1}", end="\r", file=sys.stderr, flush=True)
     except CoveredError as error:
@@ -126,24 +124,26 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     return 0
 
 
-def open_run(address: str, key_file: str | None) -> tuple[Store, Record]:
-    """Returns the store and the record of a run that is there; InputError if it is not, or the key file holds none."""
+def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: str = "") -> FolderExchange:
+    """Opens a run that is there, and makes none; InputError if it is not, or the key file holds no key.
+
+    `flags`: that `demopt train` needs to start one.
+    """
     from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.store import full
 
+    start = f"is its disk mounted? To start a run: demopt train --run {address}{flags}"
     try:
         if "://" not in (place := full(address)) and not Path(place).is_dir():  # opening it would make it
-            raise InputError(
-                f"{address} is no folder here; is its disk mounted? To start a run: demopt train --run {address}"
-            )
-        store = FolderExchange(address, patience=30.0, key=key_of(key_file)).store
+            raise InputError(f"{address} is no folder here; {start}")
+        run = FolderExchange(address, patience=patience, key=key_of(key_file))
     except ValueError as error:
         raise InputError(str(error)) from None
-    record = log.read_record(store)
-    if record is None:
-        raise InputError(f"{address} holds no run; start one with demopt train --run {address}")
-    return store, record
+    if log.read_record(run.store) is None:
+        raise InputError(f"{address} holds no run; {start}")
+    run.find_run()
+    return run
 
 
 def key_of(key_file: str | None) -> bytes | None:

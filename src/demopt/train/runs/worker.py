@@ -37,7 +37,7 @@ from demopt.train.data import (
 from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
-from demopt.train.out import OutFolder, Row
+from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
 from demopt.train.runs.status import numbers_of
@@ -49,14 +49,20 @@ TEXT = "text"  # in the run's settings: the fingerprint of the text
 LONG = 2.0  # seconds of waiting for others that are worth a word
 
 
-def train_in_folder(config: TrainConfig) -> int:
-    """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code."""
+def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> int:
+    """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code.
+
+    A run that is known starts no other one: `run`, or the one that --out is of.
+    """
     config = resolve(config)
     device = _check(config)
     out = OutFolder(Path(config.out))
     if not config.overwrite and _is_of(out, config.run):  # the same command again, after an error
         config = dataclasses.replace(config, resume=True)
     out.refuse_if_taken(config)
+    if config.resume:
+        run = run or open_run(config.run, config.key_file, config.timeout, " --overwrite")
+        _refuse_other(config, run)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     try:
@@ -65,16 +71,18 @@ def train_in_folder(config: TrainConfig) -> int:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
-    shared = {name: value for name, value in config.record().items() if name in FROM_RUN} | {TEXT: corpus.fingerprint}
-    shared["tokenizer"] = None if config.tokenizer == config.model else config.tokenizer
-    try:
-        run = FolderExchange(
-            config.run, late=config.late, patience=config.timeout, key=key_of(config.key_file),
-            checkpoint_every=config.checkpoint_every, keep_log=config.keep_log, settings=shared,
-        )  # fmt: skip
-    except ValueError as error:
-        raise InputError(f"--run: {error}") from None
-    found = log.read_record(run.store)
+    if run is None:
+        shared = {name: value for name, value in config.record().items() if name in FROM_RUN}
+        shared |= {"tokenizer": None if config.tokenizer == config.model else config.tokenizer}
+        try:
+            run = FolderExchange(
+                config.run, patience=config.timeout, key=key_of(config.key_file),
+                checkpoint_every=config.checkpoint_every, keep_log=config.keep_log,
+                settings={**shared, TEXT: corpus.fingerprint},
+            )  # fmt: skip
+        except ValueError as error:
+            raise InputError(f"--run: {error}") from None
+    run.late, found = config.late, log.read_record(run.store)
     if found is not None:
         if TEXT not in found.settings:
             raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
@@ -177,6 +185,8 @@ class Worker:
         run.say = lambda text: print(printable(text), flush=True)
         self._want()
         self.optimizer.join()
+        with out.writing():
+            write_whole(out.identity, run.record.identity)
         out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.number = self.steps_done
         with ExitStack() as held:
@@ -310,33 +320,30 @@ class Worker:
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
-        state = {"run": self.run.record.identity, "drawn": self.drawn}
-        state["optimizer"] = unmarked(self.optimizer.own_state_dict())
+        state = {"drawn": self.drawn, "optimizer": unmarked(self.optimizer.own_state_dict())}
         with self.out.writing():
             aside = self.out.state.with_suffix(".partial")
             torch.save(state, aside)
             aside.replace(self.out.state)
 
     def _resume(self) -> bool:
-        """Takes back the state that this worker left with, if there is one; InputError if it is of another run."""
-        place, record = self.out.state, log.read_record(self.run.store)
+        """Takes back the state that this worker left with, if there is one."""
+        place = self.out.state
         if not (self.config.resume and place.exists()):
             return False
         try:
             state = torch.load(place, map_location="cpu", weights_only=True)
-            identity, self.drawn, optimizer = state["run"], int(state["drawn"]), state["optimizer"]
+            self.drawn, optimizer = int(state["drawn"]), state["optimizer"]
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
             raise InputError(told) from None
-        if record is None or identity != record.identity:
-            raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(optimizer)
         return True
 
 
-def settings_to_join(address: str, key_file: str | None, given: Given) -> TrainConfig:
-    """Returns the settings with which a machine joins a run: those of the run, and its own."""
-    config, record = settings_of_run(address, key_file, given)
+def settings_to_join(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, FolderExchange]:
+    """Returns the settings with which a machine joins a run, those of the run and its own; and the run."""
+    config, run = settings_of_run(address, key_file, given, TrainConfig.timeout)
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
@@ -344,21 +351,23 @@ def settings_to_join(address: str, key_file: str | None, given: Given) -> TrainC
         [*config.data, config.model, config.tokenizer or ""] if config.data else ["the text of the standard library"]
     )
     print(f"reading {printable(', '.join(filter(None, sources)))} ...", flush=True)
-    out = OutFolder(Path(config.out))
-    if out.config.exists() and not _is_of(out, address):
-        raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
-    return dataclasses.replace(config, keep_log=record.keep_log)
+    again = OutFolder(Path(config.out)).config.exists()
+    if again:
+        _refuse_other(config, run)
+    return dataclasses.replace(config, keep_log=run.record.keep_log, resume=again), run
 
 
-def settings_of_run(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, log.Record]:
-    """Returns the settings of a run, replaced by those of `given` that are not None, and its record."""
+def settings_of_run(
+    address: str, key_file: str | None, given: Given, patience: float = 30.0
+) -> tuple[TrainConfig, FolderExchange]:
+    """Returns the settings of a run, replaced by those of `given` that are not None, and the run."""
     own = {name: value for name, value in given.items() if value is not None}
-    _, record = open_run(address, key_file)
-    known = {name: value for name, value in record.settings.items() if name in FROM_RUN}  # a run tells nothing else
+    run = open_run(address, key_file, patience)
+    known = {name: value for name, value in run.record.settings.items() if name in FROM_RUN}  # it tells nothing else
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     if config.model and "model" not in own and not Path(config.model).exists():
         raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
-    return config, record
+    return config, run
 
 
 def _is_of(out: OutFolder, address: str) -> bool:
@@ -366,13 +375,21 @@ def _is_of(out: OutFolder, address: str) -> bool:
     return out.config.exists() and full(str(read_file(out.config).get("run"))) == full(address)
 
 
+def _refuse_other(config: TrainConfig, run: FolderExchange) -> None:
+    """Raises InputError if a worker of another run has written to --out; a run that has moved is the same one."""
+    out = OutFolder(Path(config.out))
+    known = out.identity.read_text(encoding="utf-8") if out.identity.exists() else None
+    if known != run.record.identity and (known or not _is_of(out, config.run)):
+        raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
+
+
 def export_model(address: str, out: str, key_file: str | None, given: Given) -> int:
     """Writes the newest weights that all workers have, and the tokenizer; returns the number of rounds."""
-    config, record = settings_of_run(address, key_file, given)
-    if "steps" not in record.settings:
+    config, run = settings_of_run(address, key_file, given)
+    if "steps" not in run.record.settings:
         raise InputError(f"the run in {address} was not started by demopt train; see LocalDeMo.observe for its script")
     config, model = begin(resolve(config))
-    optimizer = make_optimizer(config, model, FolderExchange(address, patience=30.0, key=key_of(key_file)))
+    optimizer = make_optimizer(config, model, run)
     assert isinstance(optimizer, LocalDeMo)
     rounds = optimizer.observe()
     text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
