@@ -262,7 +262,11 @@ class FolderExchange(VaryingExchange):
         log.check_facts(record, facts, self.store.address, self.worker)
         if number:
             read = partial(log.read_manifest, self.store, record.identity, number - 1)
-            later = f"{self.worker} is at round {number}, the run in {self.store.address} is not so far"
+            later = (
+                f"{self.worker} is at round {number}, the run in {self.store.address} is not so far: it is an older "
+                "copy; restore the newer one, or go on from this one without the worker's state (delete state.pt in "
+                "--out)"
+            )
             self.decided = self.wait_for(read, later)
         self._record = record
         self._old_stop, self._heard_stop = self._wish(), math.inf

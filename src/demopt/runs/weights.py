@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
+_REMEDY = (  # for a manifest that is gone or damaged
+    "restore it; if it is the newest and no worker runs, delete it and the checkpoints after it: then its round is "
+    "decided again"
+)
 _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
 
 
@@ -299,11 +303,9 @@ class FolderRounds(Rounds):
 
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
-        run, number = self.run, self._number
-        read = partial(log.read_manifest, run.store, run.record.identity)
-        if (found := read(number)) is None and read(number + 1) is not None:
-            gone = f"the manifest of round {number} is gone from {run.store.address}"
-            found = run.wait_for(partial(read, number), gone)
+        number = self._number
+        if (found := self._manifest(number)) is None and self._manifest(number + 1) is not None:
+            found = self._decided(number)
         return found
 
     def apply_missed(self, manifest: Manifest) -> None:
@@ -347,7 +349,7 @@ class FolderRounds(Rounds):
         `seconds`: it takes so many for a round that it has missed.
         """
         run, ahead = self.run, 4
-        while log.read_manifest(run.store, run.record.identity, self._number + ahead) is not None:
+        while self._manifest(self._number + ahead) is not None:
             ahead *= 2
         run.hello(self._number, ahead, seconds * ahead)
 
@@ -400,10 +402,17 @@ class FolderRounds(Rounds):
 
     def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
         """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
-        run = self.run
-        read = partial(log.read_manifest, run.store, run.record.identity)
-        gone = f"the manifest of round {number - 1} is gone from {run.store.address}"
-        return run.wait_for(partial(read, number - 1), gone), read(number)
+        return self._decided(number - 1), self._manifest(number)
+
+    def _decided(self, number: int) -> Manifest:
+        gone = f"the manifest of round {number} is gone from {self.run.store.address}; {_REMEDY}"
+        return self.run.wait_for(partial(self._manifest, number), gone)
+
+    def _manifest(self, number: int) -> Manifest | None:
+        try:
+            return log.read_manifest(self.run.store, self.run.record.identity, number)
+        except MessageError as error:  # no earlier checkpoint helps: the run's later weights need it
+            raise ExchangeError(f"{error}; {_REMEDY}") from None
 
     def _take_turn(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one."""
@@ -515,7 +524,7 @@ class FolderRounds(Rounds):
         before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
         for number in range(before, self._number) if self._saved_at < math.inf or self._forgotten else ():
-            if missed := log.read_manifest(run.store, run.record.identity, number):
+            if missed := self._manifest(number):
                 self._meet_own(missed)
 
 
