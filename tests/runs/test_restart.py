@@ -212,16 +212,14 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
             first.round()
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage"], ids=["gone", "damaged"])
-def test_what_to_do_about_the_newest_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on(content: bytes) -> None:
+def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on() -> None:
     store, newest = ObjectStore(), "rounds/00000003/manifest"
     first, joiner, older, again = (Worker(store, seed, checkpoint_every=2) for seed in range(4))
     for _ in range(4):
         first.round()
         first.run.wait_for_uploads()
     store.delete([newest])
-    if content:
-        store.put_if_absent(newest, content)
+    store.put_if_absent(newest, b"garbage")
     with pytest.raises(ExchangeError, match="delete it and the checkpoints after it: then its round is decided again"):
         joiner.optimizer.join()
     assert not joiner.said

@@ -155,20 +155,6 @@ def test_security_joining_a_strangers_run_runs_no_code_and_ends_in_one_line(
     assert not (tmp_path / "ran").exists()
 
 
-def test_joiner_hears_which_text_it_reads(finished: Path, text: str, tmp_path: Path) -> None:
-    done = forked.demopt("join", finished, "--out", tmp_path / "mine")
-    assert done.returncode == 0, done.stderr
-    assert f"reading {text}" in done.stdout
-
-
-def test_joiner_has_a_device_and_threads_of_its_own(tmp_path: Path, text: str) -> None:
-    """A run that was started for one device takes workers of any other."""
-    run = tmp_path / "run"
-    for words in (("train", "--run", run, "--data", text, *FLAGS.split(), "--device", "cpu"), ("join", run)):
-        done = forked.demopt(*words, "--out", tmp_path / words[0])
-        assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(("put", "meanwhile"), [(True, False), (True, True), (False, False)])
 def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
     put: bool, meanwhile: bool, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
@@ -210,9 +196,6 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
     assert forked.demopt("replay", tmp_path / "run").stdout.endswith(digest)
     manifests = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("rounds/*/manifest")]
     assert sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"]) == 20 * 2
-    other = forked.demopt(*(tmp_path / "other" if word == tmp_path / "run" else word for word in words))
-    assert other.returncode == 2
-    assert "already holds a run" in other.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", b"{}"])
