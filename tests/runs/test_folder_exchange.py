@@ -156,19 +156,6 @@ def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
         assert torch.equal(one, other)
 
 
-def test_left_out_worker_sends_later_and_catches_up(store):
-    first, second = joined(store, keep_log=True)
-    for _ in range(3):
-        first.round()
-    second.optimizer.param_groups[0]["lr"] = 0.05  # workers at other steps may have other rates
-    second.round()
-    assert (second.run.left_out, second.rounds, second.digest) == (1, 3, first.digest)
-    second.round()  # it has said hello, and decides round 3 itself
-    assert (second.run.left_out, second.run.row) == (0, 0)
-    first.round()
-    assert first.digest == second.digest == replayed(store)[-1]
-
-
 def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(store):
     first, second = joined(store)
     for expected in (1, 0):
