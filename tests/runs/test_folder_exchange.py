@@ -583,13 +583,15 @@ def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):
         assert first.run.decided.members == expected
 
 
-def test_status_awaits_no_worker_that_left(tmp_path, capsys):
+def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):
     worker = Worker(f"{tmp_path}/run", 0)
     worker.round()
     assert command.status(f"{tmp_path}/run", as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"] == "awaited"
+    worker.run.hello(worker.rounds, ahead=5)
     worker.run.leaving = True
     worker.optimizer.finish_round(last=True)
+    assert not [*worker.run.store.list(log.folder_of(6))]
     assert command.status(f"{tmp_path}/run", as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"] == "none: it left"
 

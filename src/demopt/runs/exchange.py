@@ -55,6 +55,7 @@ _EARLY = 0.8  # of the time until a message is due, before it is looked for
 _JUST = 10.0  # seconds for which a manifest that was there is there: then a message is put without looking
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
+_LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 _TOLD_AFTER = 2.0  # seconds until the user hears of a wait, which a wish to stop may end from then on
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
@@ -135,6 +136,7 @@ class FolderExchange(VaryingExchange):
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
+        self._greeted = set[int]()  # rounds in which others wait for this worker
         self.sent: Message | None = None  # the last message that was made
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._later: list[Future[None]] = []
@@ -285,6 +287,13 @@ class FolderExchange(VaryingExchange):
         if seconds == LONGEST:
             self.say_once(f"this worker needs more than {LONGEST:.0f} s for a round, and no other waits longer")
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
+        self._greeted.add(number + ahead)
+
+    def part(self, number: int) -> None:
+        """Takes back the hellos to round `number` and later ones: nobody shall wait for a worker that has left."""
+        later = [log.hello_name(each, self.worker) for each in self._greeted if each >= number]
+        with suppress(DemoptError, OSError):  # without the right to delete, they wait
+            self.store.delete(later)
 
     # A round
 
@@ -343,6 +352,8 @@ class FolderExchange(VaryingExchange):
             missing, now = inbox.missing(), time.monotonic()
             until = max([put_at, *map(inbox.needs_until, missing)])
             if missing and now < min(until, max(put_at, self._heard_stop)) + self.late:
+                if now - put_at > _LONG:
+                    self.say_once(f"round {mine.round + 1}: waiting for {', '.join(missing)}")
                 due = max(inbox.needs_until(each, slack=1.0) for each in missing)
                 time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 inbox.read_new(inbox.look, *([self._hears_stop] if now - put_at > _TOLD_AFTER else []))

@@ -272,16 +272,20 @@ def read_stop(store: Store, run: str) -> bytes | None:
     return found
 
 
+def hello_name(number: int, worker: str) -> str:
+    """Returns the name of a worker's hello to a round."""
+    return f"{folder_of(number)}/{worker}.hello"
+
+
 def put_hello(store: Store, number: int, run: str, worker: str, seconds: float) -> None:
     """Asks the others to wait for a worker in a round, which needs so many seconds from the end of the one before."""
-    store.put_if_absent(f"{folder_of(number)}/{worker}.hello", f"{run} {seconds:.3f}".encode())
+    store.put_if_absent(hello_name(number, worker), f"{run} {seconds:.3f}".encode())
 
 
 def read_hello(store: Store, number: int, run: str, worker: str) -> float | None:
     """Returns the seconds in a worker's hello; None if there is none of this run."""
-    name = f"{folder_of(number)}/{worker}.hello"
     try:
-        identity, _, text = (store.get(name, MOST_ENVELOPE) or b"").decode("ascii").partition(" ")
+        identity, _, text = (store.get(hello_name(number, worker), MOST_ENVELOPE) or b"").decode("ascii").partition(" ")
         seconds = float(text)
     except (MessageError, ValueError):
         return None

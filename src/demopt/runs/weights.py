@@ -422,6 +422,8 @@ class FolderRounds(Rounds):
         leaves = outcome.message.leaves or self.run.stopping
         if has_turn or (leaves and outcome.row in (None, 0)):
             self.save()
+        if leaves:
+            self.run.part(self._number)
 
     # Checkpoints
 
