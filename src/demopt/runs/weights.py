@@ -194,6 +194,9 @@ class FolderRounds(Rounds):
                 self.replicator.recount(tensor_of(sent.body), applied=True)
                 self._sent.append((manifest.round, manifest.digest, sent.worker, True))
                 return
+        for place, (number, mark, *_) in enumerate(self._sent):
+            if number == manifest.round and mark != manifest.digest and not self._recount(place, manifest):
+                self._say_lost([number])
         if manifest.round >= self._saved_at and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self.replicator.clear_momentum()
@@ -376,29 +379,40 @@ class FolderRounds(Rounds):
 
         Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
         """
-        run, unknown, sure = self.run, list[str](), True  # `sure`: the manifest after a round is the one that counts
-        for place, (number, mark, worker, listed) in reversed([*enumerate(self._sent)]):
+        unknown, sure = list[int](), True  # `sure`: the manifest after a round is the one that counts
+        for place, (number, mark, worker, _) in reversed([*enumerate(self._sent)]):
             now, after = self._around(number + 1)
             truth = after.before if after else now.digest
             if sure and truth == mark:
                 break
             known, sure = sure and truth == now.digest, truth == now.digest
-            names, last = [sender.worker for sender in now.senders], run.last
-            self._sent[place] = number, truth, worker, worker in names
-            sent = last.message if last and (last.message.round, last.message.worker) == (number, worker) else None
-            if last and sent:
-                run.last = replace(last, row=names.index(worker) if worker in names else None)
-            if known and (worker in names) == listed:
-                continue
-            name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
-            if known and not sent and (data := run.store.get(name, most)):
-                sent = log.read_message(name, data, run.record.identity, number, worker)
-            if known and sent:
-                self.replicator.recount(tensor_of(sent.body), applied=worker in names)
-            else:
-                unknown.insert(0, str(number + 1))
-        if unknown:
-            run.say(f"this worker's messages of rounds {', '.join(unknown)} may be lost or count twice: they are gone")
+            if not known:
+                self._sent[place] = number, truth, worker, worker in [sender.worker for sender in now.senders]
+            if not known or not self._recount(place, now):
+                unknown.insert(0, number)
+        self._say_lost(unknown)
+
+    def _recount(self, place: int, manifest: Manifest) -> bool:
+        """Makes the error hold an own message, or not, as a manifest of its round has it. False if it is gone."""
+        run, (number, _, worker, was_listed) = self.run, self._sent[place]
+        names, last = [sender.worker for sender in manifest.senders], run.last
+        self._sent[place] = number, manifest.digest, worker, worker in names
+        sent = last.message if last and (last.message.round, last.message.worker) == (number, worker) else None
+        if last and sent:
+            run.last = replace(last, row=names.index(worker) if worker in names else None)
+        if (worker in names) == was_listed:
+            return True
+        name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
+        if not sent and (data := run.store.get(name, most)):
+            sent = log.read_message(name, data, run.record.identity, number, worker)
+        if sent:
+            self.replicator.recount(tensor_of(sent.body), applied=worker in names)
+        return sent is not None
+
+    def _say_lost(self, rounds: list[int]) -> None:
+        if rounds:
+            told = ", ".join(str(number + 1) for number in rounds)
+            self.run.say(f"this worker's messages of rounds {told} may be lost or count twice: they are gone")
 
     def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
         """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
