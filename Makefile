@@ -9,7 +9,7 @@ INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 .PHONY: train test test-integrations check wheel compat nightly notebook mutants clean
 
 train: $(VENV)/.train
-	@echo "800 steps on two cores take about ten minutes; the validation loss ends near 1.25 nats per byte."
+	@echo "800 steps on two cores take five to ten minutes; the validation loss ends near 1.24 nats per byte."
 	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
 
 test: $(VENV)/.test $(VENV)/azurite/.installed check

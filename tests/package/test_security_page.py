@@ -16,7 +16,7 @@ HELD = {
     "Scripts get the same": "checkpoint/test_untrusted.py::test_entries_in_dcp_are_tensors_numbers_and_text",
     "A joiner takes": "runs/test_strangers.py::test_security_joining_takes_only_shared_settings_of_a_run",
     "It deletes nothing": "runs/test_strangers.py::test_security_joining_deletes_nothing",
-    "It names the text": "runs/test_strangers.py::test_joiner_hears_which_text_it_reads",
+    "It names the text": "runs/test_train_run.py::test_joiner_with_other_settings_or_text_is_told_at_once",
     "Names, notes and reasons": "runs/test_strangers.py::"
     "test_security_status_and_replay_of_a_strangers_run_end_in_words",
     "Numbers of others": "runs/test_strangers.py::test_numbers_of_a_note_are_finite_and_in_range_whatever_it_is",
