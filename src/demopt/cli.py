@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 import types
 import typing
@@ -164,6 +165,9 @@ def _run(arguments: list[str]) -> int:
     from demopt.errors import DemoptError, SettingsError
     from demopt.train.config import InputError, SharedInputError
 
+    for before, each in zip(["", *arguments], arguments, strict=False):
+        if re.fullmatch("(--[a-z-]+=)?", each):
+            return tell(f"{each or before} is empty: is the variable set? Give a value, or leave it out", 2)
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
         return build_app().main(arguments, prog_name="demopt", standalone_mode=False) or 0

@@ -130,6 +130,7 @@ def test_key_files(tmp_path):
         (" ", "is a path or s3://"),
         ("run\nother", "is a path or s3://"),
         ("~no-such-user/run", "is no path here"),
+        ("x" * 300, "is no path here: .* File name too long"),
     ],
 )
 def test_addresses_that_are_none_are_refused(address, told):

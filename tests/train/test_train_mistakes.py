@@ -16,6 +16,7 @@ from train_runs import COMMAND, SMALL
 from demopt import cli
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, resolve
+from demopt.train.data import documents
 from demopt.train.method import refuse_if_too_large
 from demopt.train.out import OutFolder
 from demopt.train.runs.worker import train_in_folder
@@ -36,6 +37,11 @@ from demopt.train.team import pick_device
         (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),
         (["--colour", "red"], "No such option"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
+        (["--run", ""], "--run is empty: is the variable set?"),
+        (["--run="], "--run= is empty"),
+        (["--run", "here", "--out", "./here/"], "--out ./here/ is the folder of the run"),
+        (["--out", "x" * 300], "File name too long"),
+        (["--out", "a\udcff"], r"--out is 'a\udcff': not utf-8; rename it, or set LC_ALL"),
         (["--resume"], "holds no run; start one without --resume"),
         (["--values", "morse"], "--optimizer local: values is 'morse'; choose one of"),
         (["--outer-momentum", "1"], "outer_momentum is 1.0"),
@@ -47,6 +53,25 @@ from demopt.train.team import pick_device
 def test_train_refuses_bad_flags(command, tmp_path, flags, told):
     assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_pipe_and_device_are_told_from_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(InputError, match="a pipe or a device, which is read once"):
+            documents(TrainConfig(data=[str(place)]))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_damaged_record_of_out_is_told_with_what_to_do(command, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert "delete it, or give another --out" in command("train", "--resume", "--out", tmp_path, code=2)
+
+
+def test_folder_in_the_place_of_a_file_is_told_at_the_start(tmp_path):
+    (tmp_path / "state.pt").mkdir()
+    with pytest.raises(InputError, match=r"state\.pt is a folder"), OutFolder(tmp_path).claimed(TrainConfig()):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])

@@ -201,7 +201,9 @@ def full(address: str) -> str:
         ('s3://bucket/mine', True, '/tmp/my run')
     """
     if not address.strip() or not address.isprintable():
-        raise ValueError(f"a run's address is a path or s3://bucket/name, gs:// or az://; this one is {address!r}")
+        raise ValueError(
+            f"a run's address is a path or s3://bucket/name, gs:// or az://, all letters printable; this is {address!r}"
+        )
     scheme, colon, place = address.partition(":")
     scheme = scheme.lower() if colon else ""
     if scheme == "file":
@@ -211,7 +213,9 @@ def full(address: str) -> str:
         return str(Path(unquote(parts.path)).resolve())
     if scheme not in CLOUDS and not re.match(r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:", address):
         try:
-            return str(Path(address).expanduser().resolve())
+            found = Path(address).expanduser().resolve()
+            found.exists()  # or an error: too long a name, for example
+            return str(found)
         except (RuntimeError, OSError) as error:
             raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
     if scheme not in CLOUDS:

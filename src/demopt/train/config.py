@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -246,6 +248,31 @@ def config_of(settings: Given) -> TrainConfig:
         raise InputError(f"{flag(name)} is {came!r}; {wanted}{suggestion(came, known)}") from None
 
 
+def check_paths(settings: Given) -> None:
+    """Raises InputError for a path that no file here can have, whether one is there or not."""
+    for name in ("out", "data", "model", "tokenizer", "key_file"):
+        given = settings.get(name)
+        for path in given if isinstance(given, list) else [given] if isinstance(given, str) else []:
+            try:
+                path.encode()
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise InputError(f"{flag(name)} {path[:200]}: {error.strerror}") from None
+            except ValueError:
+                told = f"{flag(name)} is {path!r}: not {sys.getfilesystemencoding()}; rename it, or set LC_ALL=C.UTF-8"
+                raise InputError(told) from None
+
+
+def read_run(out: Path) -> Given:
+    """Reads the settings of the run in --out."""
+    try:
+        return read_file(out / CONFIG)
+    except InputError as error:
+        raise InputError(f"{error}; it should be of the run in --out: delete it, or give another --out") from None
+
+
 def read_file(path: Path) -> Given:
     """Reads settings from a JSON file."""
     try:
@@ -262,13 +289,14 @@ def read_file(path: Path) -> Given:
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
     settings = {**(read_file(file) if file else {}), **given}
+    check_paths(settings)
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):
         settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / IDENTITY).exists() else "overwrite"] = True
     if settings.get("resume"):
         if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
-        settings = {**read_file(out / CONFIG), **settings}
+        settings = {**read_run(out), **settings}
     config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
         if config.model and name in {"preset", "vocab_size", *SHAPE}:
@@ -351,6 +379,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
         check_choice("--preset", config.preset, PRESETS)
     except ValueError as error:
         raise InputError(str(error)) from None
+    if config.run and os.path.realpath(config.run) == os.path.realpath(config.out):
+        raise InputError(f"--out {config.out} is the folder of the run; each worker's --out is another one")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
     filled["vocab_size"] = filled["vocab_size"] or None

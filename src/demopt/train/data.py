@@ -251,6 +251,8 @@ def _files(path: Path, config: TrainConfig) -> list[Path]:
         raise InputError(f"--data {path}: no such file or folder")
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise InputError(f"--data {path}: a pipe or a device, which is read once; write its content to a file first")
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
     out = Path(config.out).resolve()

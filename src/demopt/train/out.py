@@ -84,6 +84,9 @@ class OutFolder:
                         shutil.rmtree(place, ignore_errors=True)
                     else:
                         place.unlink(missing_ok=True)
+                for place in (self.config, self.metrics, self.picture, self.state):
+                    if place.is_dir():
+                        raise InputError(f"{place} is a folder, where a run has a file; give another --out")
                 write_whole(self.config, json.dumps(config.record(), indent=2) + "\n")
             except OSError as error:
                 raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None

@@ -23,7 +23,7 @@ from demopt.runs.inbox import FolderOutcome
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.state import unmarked
-from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_file, resolve
+from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
 from demopt.train.data import (
     TOKEN_SUFFIXES,
     Corpus,
@@ -372,7 +372,7 @@ def settings_of_run(
 
 def _is_of(out: OutFolder, address: str) -> bool:
     """Whether a worker of the run at `address` has written to the folder."""
-    return out.config.exists() and full(str(read_file(out.config).get("run"))) == full(address)
+    return out.config.exists() and full(str(read_run(out.root).get("run"))) == full(address)
 
 
 def _refuse_other(config: TrainConfig, run: FolderExchange) -> None:
