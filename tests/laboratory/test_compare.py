@@ -106,22 +106,22 @@ def run_command(*words: str) -> typer.testing.Result:
     return result
 
 
-STUDY_WORDS = ["--study", "transform", "--seeds", "0,1", "--rates", "1", *TINY.flags()]
-STUDY_WORDS += ["--only", "transform dct", "--only", "transform identity"]
+STUDY_WORDS = ["--study", "race", "--seeds", "0,1", "--rates", "1", *TINY.flags()]
+STUDY_WORDS += ["--only", "AdamW-DDP", "--only", "DeMo"]
 
 
 def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path: Path) -> None:
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0
     rows = read_rows(tmp_path / "runs.jsonl")
     assert sorted((each["name"], each["seed"]) for each in rows.values()) == [
-        (name, seed) for name in ("transform dct", "transform identity") for seed in (0, 1)
+        (name, seed) for name in ("AdamW-DDP", "DeMo") for seed in (0, 1)
     ]
     for each in rows.values():
         assert [point["step"] for point in each["curve"]] == list(range(TINY.steps + 1))
         assert each["curve"][-1]["sent_bytes"] == each["sent_bytes"] > 0
         assert str(TEXT.parent) not in str(each)  # folders are private
-    table = (tmp_path / "transform.md").read_text()
-    assert "| transform dct | " in table
+    table = (tmp_path / "race.md").read_text()
+    assert "| DeMo | " in table
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:50]]))
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0
