@@ -157,12 +157,14 @@ def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
 
 
 def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(store):
-    first, second = joined(store)
+    first, second = joined(store, keep_log=True)
+    second.optimizer.param_groups[0]["lr"] = 0.05  # workers at other steps may have other rates
     for expected in (1, 0):
         first.round()
         second.round()
         assert second.run.left_out == expected
     assert second.rounds == first.rounds + 1
+    assert second.digest == replayed(store)[-1]
     second.run.left_out = 5000  # where another one decides all rounds alone
     assert 0.0 <= second.run.seconds_needed <= 600.0
 
@@ -468,6 +470,20 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
     with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
         first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     first.round()
+
+
+def test_store_that_overwrites_where_it_must_not_is_refused():
+    """Old servers ignore the condition of a put; two workers could then decide a round differently."""
+
+    class Old(ObjectStore):
+        def put_if_absent(self, name, data):
+            self.delete([name])
+            return super().put_if_absent(name, data)
+
+    store = Old()
+    with pytest.raises(ExchangeError, match="puts an object over another one where it must not"):
+        Worker(store, 0).optimizer.join()
+    assert log.read_record(store) is None
 
 
 def test_drift_is_an_error_and_resync_mends_it(store):

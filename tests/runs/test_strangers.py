@@ -131,6 +131,8 @@ def test_security_joining_deletes_nothing(edited: Any, text: str, tmp_path: Path
         ({"width": 80_000, "heads": 2}, "does not fit: memory about"),
         ({"tokenizer": "CODE"}, "not a tokenizer"),
         ({"data": 7}, "--data is 7"),
+        ({"data": ["x" * 300]}, "File name too long"),
+        ({"data": ["\udcff"]}, r"--data is '\udcff': not utf-8"),
         ({"text": 7}, "the text or tokenizer here is not that of the run"),
         ({"steps": "many"}, "--steps is 'many'"),
     ],

@@ -367,6 +367,7 @@ def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch
         (("train", "--run", "RUN", "--workers", "2"), "--run takes one worker per command"),
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
         (("train", "--run", "RUN", "--key-file", "none"), "copy the run's key, or make one"),
+        (("doctor", "--peers", "a..b"), "--peers a..b: no address for this name"),
     ],
 )
 def test_mistakes_are_told_in_one_line(machines, words, told):

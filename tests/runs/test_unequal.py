@@ -7,14 +7,15 @@ import time
 
 import hypothesis
 from hypothesis import strategies as st
-from stores import Crash, Through
+from stores import Crash, Through, Wrapped
+from test_folder_exchange import Worker as Trained
 from test_protocol import Faulty, Worker, weights_after
 
 from demopt.runs import exchange as exchange_module
 from demopt.runs import inbox as inbox_module
 from demopt.runs import log
 from demopt.runs import weights as weights_module
-from demopt.runs.store import Store
+from demopt.runs.store import ObjectStore, Store
 
 
 class Clock:
@@ -132,3 +133,38 @@ def test_every_worker_that_lives_is_in_a_round_again_and_again(
         assert max(absent, default=0) <= 16 + 4 * slowest / fastest
         later = [len(list(group)) for there, group in itertools.groupby(present[len(present) // 2 :]) if not there]
         assert max(later, default=0) <= 8, later
+
+
+def test_worker_whose_upload_takes_ten_rounds_of_the_other_is_in_rounds_and_its_steps_return() -> None:
+    """In real time: a step of the other takes 20 ms, and it waits for 20 ms."""
+    bare, pause = ObjectStore(), 0.02
+
+    def slowly(call: str) -> None:
+        if call == "put_if_absent" and slow.run.joined and slow.run.since < time.monotonic():
+            time.sleep(10 * pause)
+
+    fast, slow = Trained(bare, 0, late=pause, keep_log=True), Trained(Wrapped(bare, slowly), 1, late=pause)
+    fast.run.say = slow.run.say = lambda _: None
+    listed, enough, errors = {"w0": 0, "w1": 0}, 5, list[BaseException]()
+
+    def train(worker: Trained) -> None:
+        try:
+            while min(listed.values()) < enough:
+                time.sleep(pause)
+                worker.round()
+                listed[worker.run.worker] += worker.run.row is not None
+            worker.run.leaving = True
+            worker.optimizer.finish_round()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(worker,), daemon=True) for worker in (fast, slow)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a step does not return"
+    assert not errors
+    for worker in (fast, slow):
+        worker.optimizer.resync()
+    assert fast.digest == slow.digest

@@ -54,7 +54,7 @@ def own_address(peers: list[str]) -> str:
     for peer in peers:
         try:
             mine += [peer] if socket.gethostbyname(peer) in here else []
-        except OSError:
+        except (OSError, UnicodeError):
             raise InputError(f"--peers {peer}: no address for this name; give the address") from None
     if len(mine) != 1:
         raise InputError(

@@ -289,11 +289,10 @@ class FolderExchange(VaryingExchange):
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
         self._greeted.add(number + ahead)
 
-    def part(self, number: int) -> None:
-        """Takes back the hellos to round `number` and later ones: nobody shall wait for a worker that has left."""
-        later = [log.hello_name(each, self.worker) for each in self._greeted if each >= number]
+    def take_back_hellos(self, number: int) -> None:
+        """Deletes the hellos to round `number` and later ones: nobody shall wait for a worker that has left."""
         with suppress(DemoptError, OSError):  # without the right to delete, they wait
-            self.store.delete(later)
+            self.store.delete(log.hello_name(each, self.worker) for each in self._greeted if each >= number)
 
     # A round
 

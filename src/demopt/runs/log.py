@@ -40,7 +40,7 @@ DTYPES = {  # that tensors in a run may have, with the bytes of an element
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 MOST_TENSORS = 1 << 41  # bytes
-_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
+NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
 _PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
 _NUMBERS = {  # the least and the most of each
     "round": (0, MOST_ROUNDS - 1), "samples": (1, 2**32 - 1), "checkpoint_every": (1, MOST_ROUNDS), "members": (0, 100),
@@ -421,7 +421,7 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
     if get_origin(kind) is dict:
         names = entry in ("members", "refused", "seconds")
         return isinstance(value, dict) and all(
-            (_NAME.fullmatch(key) if names else key.isprintable()) and _fits(entry, parts[1], each)
+            (NAME.fullmatch(key) if names else key.isprintable()) and _fits(entry, parts[1], each)
             for key, each in value.items()
         )
     if type(value) is not kind:
@@ -432,7 +432,7 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
     if kind is float:  # seconds
         return bool(0.0 <= value < 1e9)  # not of NaN
     if kind is str:
-        return bool(_NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
+        return bool(NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
     return True
 
 

@@ -129,7 +129,7 @@ class FolderRounds(Rounds):
         """ValueError if it is damaged. The worker joins the run again."""
         message, texts = saved.get("message"), [saved.get(name, "") for name in ("run", "worker", "before", "sent")]
         try:
-            named = all(isinstance(each, str) for each in texts) and log._NAME.fullmatch(texts[1] or "none")
+            named = all(isinstance(each, str) for each in texts) and log.NAME.fullmatch(texts[1] or "none")
             if not named or not isinstance(message, Tensor | None):
                 raise TypeError
             sent = [(number, mark, name, listed) for number, mark, name, listed in json.loads(saved.get("sent", "[]"))]
@@ -437,7 +437,7 @@ class FolderRounds(Rounds):
         if has_turn or (leaves and outcome.row in (None, 0)):
             self.save()
         if leaves:
-            self.run.part(self._number)
+            self.run.take_back_hellos(self._number)
 
     # Checkpoints
 

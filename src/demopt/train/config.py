@@ -238,6 +238,7 @@ def config_of(settings: Given) -> TrainConfig:
     for name in settings:
         if name not in SETTINGS:
             raise InputError(f"unknown setting {name!r}{suggestion(name, SETTINGS)}")
+    check_paths(settings)  # a stranger's run may name what no file can be called
     try:
         return TrainConfig(**settings)
     except pydantic.ValidationError as error:
@@ -289,8 +290,7 @@ def read_file(path: Path) -> Given:
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
     settings = {**(read_file(file) if file else {}), **given}
-    check_paths(settings)
-    out = Path(str(settings.get("out", TrainConfig.out)))
+    out = Path(config_of(settings).out)
     if settings.get("resume_auto"):
         settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / IDENTITY).exists() else "overwrite"] = True
     if settings.get("resume"):

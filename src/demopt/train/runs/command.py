@@ -101,7 +101,7 @@ def export(
     """Save the newest common weights of a run as a model of transformers, without joining it."""
     from demopt.train.runs.worker import export_model
 
-    rounds = export_model(address, out, key_file, {"model": model, "tokenizer": tokenizer, "merge": merge})
+    rounds = export_model(address, key_file, {"out": out, "model": model, "tokenizer": tokenizer, "merge": merge})
     print(f"the model after {rounds} rounds is in {out}")
     return 0
 

@@ -383,8 +383,8 @@ def _refuse_other(config: TrainConfig, run: FolderExchange) -> None:
         raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
 
 
-def export_model(address: str, out: str, key_file: str | None, given: Given) -> int:
-    """Writes the newest weights that all workers have, and the tokenizer; returns the number of rounds."""
+def export_model(address: str, key_file: str | None, given: Given) -> int:
+    """Writes the newest weights that all workers have, and the tokenizer, to --out; returns the number of rounds."""
     config, run = settings_of_run(address, key_file, given)
     if "steps" not in run.record.settings:
         raise InputError(f"the run in {address} was not started by demopt train; see LocalDeMo.observe for its script")
@@ -393,7 +393,8 @@ def export_model(address: str, out: str, key_file: str | None, given: Given) -> 
     assert isinstance(optimizer, LocalDeMo)
     rounds = optimizer.observe()
     text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
-    with OutFolder(Path(out)).writing(), optimizer.shared():
-        save(config, model, Path(out), config.merge)
-        save_tokenizer(config, Path(out), text)
+    out = OutFolder(Path(config.out))
+    with out.writing(), optimizer.shared():
+        save(config, model, out.root, config.merge)
+        save_tokenizer(config, out.root, text)
     return rounds
