@@ -207,7 +207,7 @@ def test_object_of_another_is_read_or_refused_whatever_it_holds(kind, data):
         return
     if kind == "manifest":
         names = [found.author, *found.members, *found.refused, *(sender.worker for sender in found.senders)]
-        assert all(log._NAME.fullmatch(name) for name in names)
+        assert all(log.NAME.fullmatch(name) for name in names)
         assert all(1 <= sender.samples < 2**32 for sender in found.senders)
         assert all(type(rounds) is int and rounds >= 0 for rounds in found.members.values())
         assert all(reason.isprintable() for reason in (*found.refused.values(), found.at))
