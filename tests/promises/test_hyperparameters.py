@@ -22,7 +22,7 @@ from demopt.codec.hyperparameters import Codec
     ("name", "value"),
     [
         *(("chunk", 8), ("transform", "identity"), ("chunking", "divisor")),  # which momenta depend on
-        *(("top_k", 0), ("lr", -1.0), ("momentum_decay", 1.0), ("update", "adam")),
+        *(("top_k", 0), ("lr", -1.0), ("momentum_decay", 1.0), ("update", "adam"), ("exact", 0)),
         *((name, {name: value}) for name, value in (("top_k", 0), ("topk", 3))),  # of a group more
         ("complex", {"params": [Parameter(torch.zeros(3, dtype=torch.cfloat))]}),
     ],

@@ -198,12 +198,6 @@ def _yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def _exact(name: str, value: Any) -> Any:
-    if value not in (True, False, None):
-        raise TypeError(f"{name} is {value!r}; give True, False, or None (where possible)")
-    return value
-
-
 _up_to_one = partial(check_number, high=1.0, closed_high=True)
 #: The check of each hyper-parameter, which returns the value as it counts.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -219,7 +213,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "values": partial(check_choice, known=QUANTIZERS),
     "gradient_scale": partial(check_choice, known=(*GRADIENT_SCALES, "sum")),
     "chunking": partial(check_choice, known=CHUNKINGS),
-    "exact": _exact,
+    "exact": lambda name, value: None if value is None else _yes_or_no(name, value),
     "clip_to_median": _yes_or_no,
     "maximize": _yes_or_no,
 }
