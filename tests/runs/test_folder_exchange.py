@@ -187,12 +187,12 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
         first.round()
         first.run.wait_for_uploads()
     assert [number for number in range(9) if log.look(store, number).messages] == [6, 7, 8]
-    assert all(log.look(store, number).decided for number in range(9))
+    assert all(log.look(store, number).has_manifest for number in range(9))
     assert log.checkpoints(store) == [0, 6, 8]
     sleeper.step()
     assert (sleeper.rounds, sleeper.digest, sleeper.run.left_out) == (9, first.digest, 1)
     assert all(entry["error"].any() for entry in sleeper.optimizer.state.values()), "its message was in no round"
-    with pytest.raises(CoveredError, match="covered by a checkpoint"):
+    with pytest.raises(CoveredError, match="a checkpoint has its round"):
         replayed(store)
 
 
@@ -332,7 +332,7 @@ def test_wish_to_stop_ends_the_waits_of_a_round_and_each_local_step_is_applied_o
 # What is refused
 
 
-def _message(store: Any, number: int, worker: str) -> log.Message:
+def _message(store: Any, number: int, worker: str) -> log.Envelope:
     record = log.read_record(store)
     name = log.message_name(number, worker)
     return log.read_message(name, store.get(name, 1 << 20), record.identity, number, worker)

@@ -27,7 +27,7 @@ from demopt.runs.store import ObjectStore, Patient, open_store
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
-MESSAGE = log.Message(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, "00" * 16, 1.5, b"body")
+MESSAGE = log.Envelope(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, "00" * 16, 1.5, b"body")
 SENDER = log.Sender("w-1", "00" * 16, 5, {"loss": 2.5})
 MANIFEST = log.Manifest(RUN, 3, "w-1", [SENDER], {}, {"w-1": 0}, {"w-1": 1.5}, "00" * 16)
 RECORD = log.Record(RUN, "0.3.0", {"sync_every": "2"}, [["a", "b"]], [{"parameters": [[[4], "float32"]]}], 20, False)
@@ -66,7 +66,7 @@ def test_folder_pipe_or_link_in_the_place_of_a_manifest_is_none(make, tmp_path):
     assert log.propose(one, MANIFEST) == MANIFEST
     assert log.propose(other, dataclasses.replace(MANIFEST, author="w-2")) is None
     assert log.read_manifest(other, RUN, 3) == MANIFEST
-    assert log.look(other, 3).decided
+    assert log.look(other, 3).has_manifest
 
 
 def test_second_name_of_another_key_is_no_object(bare):
@@ -135,12 +135,12 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     refused = {f"ghost-{number}": "\x1b[2J" * 1000 for number in range(3000)}
     before = dataclasses.replace(MANIFEST, members={"w-02999": 1, "w-02998": 0})
     hellos = {f"hello-{number}": 1.0 for number in range(30_000)}
-    manifest = log.decide(MESSAGE, before, many, refused, hellos)
+    manifest = log.draft(MESSAGE, before, many, refused, hellos)
     data = json.dumps(dataclasses.asdict(manifest)).encode()
     assert len(data) < log.MOST_JSON
     assert log._manifest(data, RUN, 3) == manifest
     assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
-    few = log.decide(MESSAGE, None, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
+    few = log.draft(MESSAGE, None, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
     assert few.members == {"w-1": 0}
     assert few.refused == {"ghost-1": "bad"}
 

@@ -171,6 +171,6 @@ def test_damaged_reading_of_a_manifest_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("reads", [[1, 2], [-1, 2, 3], [0, 0, 1 << 63], "many"])
 def test_message_with_impossible_reads_is_refused(reads: Any) -> None:
-    message = log.Message("r", 3, "w-1", 5, False, False, None, None, "", 1.5, b"body", reads)
+    message = log.Envelope("r", 3, "w-1", 5, False, False, None, None, "", 1.5, b"body", reads)
     with pytest.raises(MessageError, match="reads"):
         log.read_message("m", message.packed(), "r", 3, "w-1")

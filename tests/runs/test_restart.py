@@ -159,7 +159,7 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None
         next(iter(again.optimizer._weights.global_of.values())).add_(1.0)  # as on the other branch
     again.optimizer.join()
     assert (again.rounds, again.digest) == (1, first.digest)
-    assert "round 0 is another one in" in again.said[0]
+    assert "round 1 is another one in" in again.said[0]
 
 
 # Objects that are gone, of a run of four rounds with checkpoints after two and four
@@ -171,9 +171,9 @@ BEGUN = "has rounds of a run whose object run is gone"
 @pytest.mark.parametrize(
     ("gone", "running", "joining", "observing", "replaying", "status"),
     [
-        (["rounds/00000003/manifest"], "is its disk mounted", *["manifest of round 3 is gone"] * 3, 4),
-        (["rounds/00000002/manifest"], None, None, None, "manifest of round 2 is gone", 4),
-        (["rounds/00000002/manifest", STATES[1]], None, *["manifest of round 2 is gone"] * 3, 2),
+        (["rounds/00000003/manifest"], "is its disk mounted", *["rounds/00000003/manifest is gone"] * 3, 4),
+        (["rounds/00000002/manifest"], None, None, None, "rounds/00000002/manifest is gone", 4),
+        (["rounds/00000002/manifest", STATES[1]], None, *["rounds/00000002/manifest is gone"] * 3, 2),
         (["run"], None, BEGUN, "holds no run", "holds no run", 4),
         ([STATES[1]], None, None, None, None, 4),
         (STATES[:2], None, None, None, None, 4),

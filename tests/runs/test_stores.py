@@ -30,10 +30,10 @@ def test_four_calls_do_what_they_promise(any_store):
 
 def test_object_longer_than_expected_is_not_read_nor_waited_for(any_store):
     stores.put(any_store, "a", bytes(100))
-    patient = Patient(any_store, 60.0, pytest.fail)
+    patient = Patient(stores.Wrapped(any_store, str), 60.0, pytest.fail)
     with pytest.raises(MessageError, match="a has 100 bytes, and at most 99 were expected"):
         patient.get("a", most=99)
-    assert patient.requests == 1
+    assert patient.inner.calls == ["get"]
 
 
 def test_of_racing_puts_one_wins_and_its_bytes_are_whole(store):

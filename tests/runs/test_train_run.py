@@ -56,7 +56,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
             os.kill(os.getpid(), signal.SIGKILL)
         return outcome
 
-    def last(self: Any, mine: log.Message) -> log.Message:
+    def last(self: Any, mine: log.Envelope) -> log.Envelope:
         placed = put(self, mine)
         if mine.round == ENDS and end == "killed at the message":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,7 +131,7 @@ class Machines:
     def manifest(self, number: int) -> log.Manifest:
         """Waits for a round's manifest."""
         store = self.store
-        self.wait(lambda: log.look(store, number).decided)
+        self.wait(lambda: log.look(store, number).has_manifest)
         return log.read_manifest(store, log.read_record(store).identity, number)
 
     def hello(self, number: int) -> None:

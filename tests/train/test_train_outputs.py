@@ -184,24 +184,24 @@ def test_pipe_gets_a_line_per_ten_seconds_and_of_first_last_and_evaluated_steps(
         for step in range(101, 401):
             clock.now += 0.5
             shown.step(row_of(step, **({"val_loss": 1.25} if step == 150 else {})))
-        shown.step(row_of(800, members=3, round=40, waited_seconds=1.25))
+        shown.step(row_of(800, workers=3, round=40, waited_seconds=1.25))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 101/800  loss 0.059  10k tok/s  9.5 kB/step"
-    assert "step 150/800  loss 0.040  val 1.250  5 min left  10k tok/s  9.5 kB/step" in lines
+    assert lines[0] == "step 101/800  loss 0.059  10,240 tok/s  9.5 kB/step"
+    assert "step 150/800  loss 0.040  val 1.250  5 min left  10,240 tok/s  9.5 kB/step" in lines
     assert len(lines) == 2 + 15  # 150 seconds, one of them in step 150
     assert lines[-1].endswith("kB/step  3 workers  round 40")
     assert not any("left" in line for line in lines if int(line.split()[1].partition("/")[0]) < 110)
 
 
 def test_line_has_at_most_79_letters_whatever_the_numbers_are():
-    fields = ["step 123456/1000000", "loss 12.345", "val 12.345", "12 d 23 h left", "999k tok/s", "999.9 MB/step"]
+    fields = ["step 123456/1000000", "loss 12.345", "val 12.345", "12 d 23 h left", "999,999 tok/s", "999.9 MB/step"]
     assert len(fitting([*fields, "1024 workers", "round 123456"], LINE)) <= LINE
 
 
 def test_traffic_is_left_out_before_the_first_exchange(capsys, clock):
     with Screen(CONFIG, 0) as shown:
         shown.step(row_of(1, sent_bytes=0, received_bytes=0))
-    assert capsys.readouterr().out == "step 1/800  loss 6.000  10k tok/s\n"
+    assert capsys.readouterr().out == "step 1/800  loss 6.000  10,240 tok/s\n"
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 120])

@@ -322,45 +322,49 @@ class LocalDeMo(ReplicatedOptimizer):
         """Meets the other ranks before a local step; global weights may come from them, and then local ones, too."""
         if self._rounds.has_joined:
             return
-        replicator, exchange = self.replicator, self.replicator.session.exchange
+        replicator, weights = self.replicator, self._weights
         is_first = not replicator.session.has_met
         if is_first:
             look_at_models(self)
-        self._weights.begin()
-        weights_before = replicator.fingerprint()
-        frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
-        compared = self._weights.here(frozen)
-        for group in replicator.groups[:1] if not self._rounds.in_step else ():
-            group["frozen"] = fingerprint(compared)  # for the record of a run
-        # A run's weights may replace the global ones: local steps since the last round, which a later message may
-        # carry, then count from the weights that they began at.
-        if self.local_steps and not (self._rounds.in_step or self._weights.have_start):
-            self._weights.hold()
-        moments = None
-        try:
-            moments = self._rounds.join()
-        finally:
-            # some weights may have come even if the rest failed
-            if moments is not None or replicator.fingerprint() != weights_before:
-                if self._rounds.keeps_steps and self._weights.have_start:
-                    self._weights.land()
-                elif not (self._rounds.keeps_steps and self.local_steps):
-                    self._weights.adopt()
-        if moments is not None:
-            self.mistakes.note_state(has_local_weights=False)  # the run's weights replace those of a state
-            self._inner.borrow(moments)
-            self.local_steps = self.local_steps if self._rounds.keeps_steps else 0
-            self._note_gradients([parameter.grad for parameter in self._weights.parameters])
-            for parameter in self._weights.parameters:
-                parameter.grad = None  # it was computed at other weights
+        weights.begin()
+        frozen = [to_local(each) for each in weights.parameters if each not in weights.global_of]
+        compared = weights.here(frozen)
+        if replicator.groups and not self._rounds.in_step:
+            replicator.groups[0]["frozen"] = fingerprint(compared)  # for the record of a run
+        self._take_weights()
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
         if is_first:
+            exchange = replicator.session.exchange
             with exchange.paused():
                 equalize_weights(exchange, compared, replicator.wiring().device)
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)
+
+    def _take_weights(self) -> None:
+        """Joins the others' rounds, where a run's weights may replace the global ones; local weights then follow."""
+        rounds, weights, before = self._rounds, self._weights, self.replicator.fingerprint()
+        # Local steps since the last round, which a later message may carry, count from the weights that they began at.
+        if self.local_steps and not (rounds.in_step or weights.have_start):
+            weights.hold()
+        moments = None
+        try:
+            moments = rounds.join()
+        finally:
+            if moments is not None or self.replicator.fingerprint() != before:  # some may have come before an error
+                if rounds.keeps_steps and weights.have_start:
+                    weights.land()
+                elif not (rounds.keeps_steps and self.local_steps):
+                    weights.adopt()
+        if moments is None:
+            return
+        self.mistakes.note_state(has_local_weights=False)  # the run's weights replace those of a state
+        self._inner.borrow(moments)
+        self.local_steps = self.local_steps if rounds.keeps_steps else 0
+        self._note_gradients([parameter.grad for parameter in weights.parameters])
+        for parameter in weights.parameters:
+            parameter.grad = None  # it was computed at other weights
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()

@@ -38,7 +38,7 @@ from demopt.runs.inbox import (
     tensor_of,
 )
 from demopt.runs.key import Keyed
-from demopt.runs.log import Manifest, Message, Record
+from demopt.runs.log import Envelope, Manifest, Record
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
@@ -137,7 +137,7 @@ class FolderExchange(VaryingExchange):
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
         self._greeted = set[int]()  # rounds in which others wait for this worker
-        self.sent: Message | None = None  # the last message that was made
+        self.sent: Envelope | None = None  # the last one that was made
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
@@ -176,7 +176,7 @@ class FolderExchange(VaryingExchange):
         if self.total:
             self._read = {*takewhile(self._read.__contains__, self._holds)}
             reads = Reads(len(self._read), self.wanted, self.total)
-        message = Message(
+        message = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
@@ -244,7 +244,7 @@ class FolderExchange(VaryingExchange):
         if self._record is not None:
             self._require(None)
         record, mine = log.read_record(self.store) or self._record, ""
-        if record is None and log.look(self.store, 0).decided:  # begun since, or no run any more
+        if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
             gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)
         if record is None:
@@ -302,7 +302,7 @@ class FolderExchange(VaryingExchange):
         It changes nothing that a trainer reads, because it may run in the background.
         """
         began, number, decided = time.monotonic(), header.round_number, attached.decided
-        mine, inbox = replace(attached.message, body=bytes_of(message)), Inbox(self, wiring, header, attached)
+        mine, inbox = replace(attached.envelope, body=bytes_of(message)), Inbox(self, wiring, header, attached)
         self.sent = mine
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
@@ -311,9 +311,11 @@ class FolderExchange(VaryingExchange):
         # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
         in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
-        put = partial(self._put, mine) if puts_at_once else lambda: mine
-        hears = self._hears_stop if reads_wish else lambda: False
-        _, _, mine, _ = self._all([inbox.look, partial(self._require, decided), put, hears])
+        calls: list[Callable[[], Any]] = [inbox.look, partial(self._require, decided)]
+        calls += [partial(self._put, mine)] if puts_at_once else []
+        calls += [self._hears_stop] if reads_wish else []
+        found = self._all(calls)
+        mine = found[2] if puts_at_once else mine
         put_at, waited_for = time.monotonic(), tuple[str, ...]()
         if (manifest := inbox.read_manifest()) is None:
             if not puts_at_once:
@@ -324,10 +326,10 @@ class FolderExchange(VaryingExchange):
         error: DemoptError | None = None
         at = time.monotonic()
         if manifest.before != log.digest_of(decided):
-            raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
+            raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         row = row_of(mine, manifest)
         try:
-            result = self.messages(manifest, wiring, header, inbox.results)
+            result = self.results_of(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
             result, error = join_results(wiring, []), covered
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
@@ -337,16 +339,16 @@ class FolderExchange(VaryingExchange):
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         overlooked = row is None and at - put_at > _SEEN and mine.worker not in manifest.refused
         return FolderOutcome(
-            row, result, error, manifest=manifest, message=mine, needed=put_at - attached.since,
+            row, result, error, manifest=manifest, envelope=mine, needed=put_at - attached.since,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
         )  # fmt: skip
 
-    def _manifest_of(self, inbox: Inbox, mine: Message, put_at: float) -> tuple[Manifest, tuple[str, ...]]:
+    def _manifest_of(self, inbox: Inbox, mine: Envelope, put_at: float) -> tuple[Manifest, tuple[str, ...]]:
         """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
 
         Also whom it waited for last. After a wish to stop it waits for nobody longer than `late`.
         """
-        waited_for, again = tuple[str, ...](), list[Callable[[], None]]()
+        waited_for, first = tuple[str, ...](), True
         while True:
             missing, now = inbox.missing(), time.monotonic()
             until = max([put_at, *map(inbox.needs_until, missing)])
@@ -357,16 +359,16 @@ class FolderExchange(VaryingExchange):
                 time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 inbox.read_new(inbox.look, *([self._hears_stop] if now - put_at > _TOLD_AFTER else []))
                 waited_for = missing
-            elif any(inbox.unread()):  # who was not the last looks again: the last one decides
-                inbox.read_new(*again)
+            elif any(inbox.unread()):  # what came first is read without another look, because the last one decides
+                inbox.read_new(*([] if first else [inbox.look]))
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
-                return self._propose(inbox.proposed_by(author)), missing or waited_for
+                return self._propose(inbox.draft(author)), missing or waited_for
             if (manifest := inbox.read_manifest()) is not None:
                 return manifest, waited_for
-            again = [inbox.look]
+            first = False
 
-    def messages(
+    def results_of(
         self, manifest: Manifest, wiring: Wiring, header: Header, known: dict[str, Result] | None = None
     ) -> Result:
         """Returns a manifest's messages, decoded and checked. `known` holds those that were read already, by digest.
@@ -383,9 +385,12 @@ class FolderExchange(VaryingExchange):
                     raise MessageError(f"{name} is not the object that the manifest of its round names")
                 return data
 
-            gone = f"{name} is gone from {self.store.address}, and no checkpoint has its round"
-            if not (data := self.wait_for(lambda: self.store.get(name, most) or self._covered(manifest.round), gone)):
-                raise CoveredError(f"round {manifest.round} is covered by a checkpoint: {name} is gone")
+            def get() -> bytes | None:
+                if not (data := self.store.get(name, most)) and log.checkpoints(self.store)[-1] > manifest.round:
+                    raise CoveredError(f"{name} is gone, and a checkpoint has its round")
+                return data or None
+
+            data = self.wait_for(get, f"{name} is gone from {self.store.address}, and no checkpoint has its round")
             if log.digest(data) != sender.digest:  # a cache may have given a part of it as the whole: read it again
                 data = self.store.read(name, most, named)
             self.received_bytes += len(data)
@@ -395,21 +400,29 @@ class FolderExchange(VaryingExchange):
         self._all([partial(read, sender) for sender in manifest.senders if sender.digest not in found])
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
-    def follow(self, manifest: Manifest, outcome: FolderOutcome | None = None) -> None:
-        """Notes that a round was applied, by its outcome or, if this worker sent nothing for it, its manifest alone."""
-        self.since = time.monotonic() if outcome is None else outcome.at
-        if outcome is not None:
-            self.last, self.worker = replace(outcome, result=None), outcome.message.worker  # messages may be large
-            self.left_out = 0 if outcome.row is not None else self.left_out + 1
-            self._needed = (*self._needed[-1:], outcome.needed)
-            self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
-            if self._overlooked_rounds == 2:
-                self.say(
-                    f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, "
-                    "lacks this worker's message, which was there before; its work is sent again"
-                )
-        if outcome is None or outcome.error is None:
+    def end_round(self, outcome: FolderOutcome) -> None:
+        """Notes the end of a round for which this worker sent a message."""
+        manifest = outcome.manifest
+        self.last, self.worker = replace(outcome, result=None), outcome.envelope.worker  # messages may be large
+        self.left_out = 0 if outcome.row is not None else self.left_out + 1
+        self._needed = (*self._needed[-1:], outcome.needed)
+        self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
+        if self._overlooked_rounds == 2:
+            self.say(
+                f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, lacks "
+                "this worker's message, which was there before; its work is sent again"
+            )
+        if outcome.error is None:
             self.decided = manifest
+        self.since = outcome.at
+        self._obey(manifest)
+
+    def follow(self, manifest: Manifest) -> None:
+        """Notes that a round was applied for which this worker sent nothing."""
+        self.decided, self.since = manifest, time.monotonic()
+        self._obey(manifest)
+
+    def _obey(self, manifest: Manifest) -> None:
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or manifest.stop or (self._heard_stop < math.inf and self.left_out > 9)
 
@@ -433,7 +446,7 @@ class FolderExchange(VaryingExchange):
         """Gives up requests that still wait for the store, so that the process can end."""
         self._patient.patience = 0.0
 
-    def _put(self, mine: Message) -> Message:
+    def _put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
@@ -482,7 +495,7 @@ class FolderExchange(VaryingExchange):
         """Returns the manifest that the round has, this one or another."""
         number, put = manifest.round, partial(log.propose, self.store, manifest)
         read = partial(log.read_manifest, self.store, manifest.run, number)
-        gone = f"the manifest of round {number} can be neither written nor read in {self.store.address}"
+        gone = f"{log.manifest_name(number)} can be neither written nor read in {self.store.address}"
         return put() or self.wait_for(lambda: read() or put(), gone)
 
     def _require(self, decided: Manifest | None) -> None:
@@ -500,12 +513,8 @@ class FolderExchange(VaryingExchange):
         found = self.wait_for(read, gone, self._patient.patience)
         if found.digest != decided.digest:
             raise ForkedError(
-                f"round {decided.round} is another one in {self.store.address} than this worker has applied"
+                f"round {decided.round + 1} is another one in {self.store.address} than this worker has applied"
             )
-
-    def _covered(self, number: int) -> bytes | None:
-        """Returns no bytes if a checkpoint covers a round: only then may its messages be gone."""
-        return b"" if log.checkpoints(self.store)[-1] > number else None
 
     def wait_for(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
         """Repeats a read until it finds something, because reads may lag; ExchangeError after `limit` seconds."""

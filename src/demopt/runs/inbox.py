@@ -17,7 +17,7 @@ from demopt.replicator.rounds import Outcome, check_message
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
 from demopt.runs import log
-from demopt.runs.log import Manifest, Message, Seen
+from demopt.runs.log import Envelope, Manifest, Seen
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
@@ -38,19 +38,19 @@ class ForkedError(DemoptError):
 
 @dataclass(frozen=True)
 class Attached:
-    """All of a message but its body, and what its worker knows of the run, as they were when the message was made."""
+    """An envelope without the message, and what its worker knows of the run, as they were when the message was made."""
 
-    message: Message
+    envelope: Envelope
     decided: Manifest | None  # of the round before
     since: float  # the time (monotonic) when this worker knew it
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOutcome(Outcome):
-    """A round's outcome, its manifest, and this worker's own message; how long it waited for the last workers."""
+    """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers."""
 
     manifest: Manifest
-    message: Message  # this worker's own
+    envelope: Envelope  # with this worker's own message
     needed: float  # seconds from the round before until the message was put
     waited: float  # seconds in all
     waited_for: tuple[str, ...]
@@ -67,7 +67,7 @@ class Inbox:
     def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.seen = Seen(set(), set(), False)  # at the last look
-        self.valid: dict[str, tuple[Message, str]] = {}
+        self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
         self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
@@ -80,9 +80,9 @@ class Inbox:
     def unread(self) -> tuple[list[str], list[str]]:
         """Returns whose messages and hellos are there and were not read."""
         seen = self.seen
-        hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.message.worker}
+        hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.envelope.worker}
         messages = seen.messages - {*self.valid, *self.refused}
-        return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.decided else []
+        return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
@@ -105,30 +105,30 @@ class Inbox:
 
     def read_manifest(self) -> Manifest | None:
         """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
-        if not self.seen.decided:
+        if not self.seen.has_manifest:
             return None
         run, number = self._run, self._header.round_number
         found: Manifest | None = self.read_new(partial(log.read_manifest, run.store, run.record.identity, number))[0]
         return found
 
-    def add(self, message: Message, digest: str) -> None:
+    def add(self, sent: Envelope, digest: str) -> None:
         """Decodes a message, and refuses it if it cannot take part. `digest`: of its object."""
         size = self._wiring.route.widths[0]
         try:
-            if len(message.body) != size:
+            if len(sent.body) != size:
                 raise MessageError(
-                    f"it has {len(message.body):,} bytes, this layout's have {size:,}: truncated, or another one"
+                    f"it has {len(sent.body):,} bytes, this layout's have {size:,}: truncated, or another one"
                 )
-            if message.before != log.digest_of(self._attached.decided):
+            if sent.before != log.digest_of(self._attached.decided):
                 raise MessageError("it follows another manifest of the round before")
-            mine = self._attached.message
-            if None not in (mine.weights, message.weights) and message.weights != mine.weights:
+            mine = self._attached.envelope
+            if None not in (mine.weights, sent.weights) and sent.weights != mine.weights:
                 raise MessageError("its weights before the round differ")
-            self.results[digest] = check_message(self._wiring, self._header, tensor_of(message.body))
+            self.results[digest] = check_message(self._wiring, self._header, tensor_of(sent.body))
         except MessageError as error:
-            self.refused[message.worker] = error.reason
+            self.refused[sent.worker] = error.reason
         else:
-            self.valid[message.worker] = message, digest
+            self.valid[sent.worker] = sent, digest
 
     def needs_until(self, worker: str, slack: float = SLACK) -> float:
         """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
@@ -137,10 +137,10 @@ class Inbox:
         claimed = decided.seconds.get(worker, 0.0) if decided else 0.0
         return max(since + min(slack * seconds, LONGEST), self._attached.since + min(slack * claimed, LONGEST))
 
-    def proposed_by(self, author: Message) -> Manifest:
-        """Returns the manifest of all that was read."""
+    def draft(self, author: Envelope) -> Manifest:
+        """Returns a manifest of all that was read."""
         hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
-        return log.decide(author, self._attached.decided, self.valid, self.refused, hellos)
+        return log.draft(author, self._attached.decided, self.valid, self.refused, hellos)
 
     def _read(self, worker: str) -> None:
         """Reads a message, unless it was deleted since it was listed."""
@@ -154,7 +154,7 @@ class Inbox:
             self.refused[worker] = str(error)
 
 
-def row_of(sent: Message, manifest: Manifest) -> int | None:
+def row_of(sent: Envelope, manifest: Manifest) -> int | None:
     """Returns the row of a worker's own message in a manifest; None if it is left out."""
     # By its bytes, because another may have its name. An earlier attempt may have put it with another flag `stop`.
     possible = {log.digest(replace(sent, stop=stop).packed()) for stop in (False, True)}

@@ -65,8 +65,8 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Message:
-    """A worker's message in a round. `note` is the user's, such as a loss."""
+class Envelope:
+    """A worker's object in a round: a line of JSON, then its message, `body`. `note` is the user's, such as a loss."""
 
     run: str
     round: int
@@ -123,11 +123,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Seen:
-    """A round's objects at one moment: the workers with a message, those with a hello, and whether it is decided."""
+    """A round's objects at one moment: the workers with a message and with a hello, and whether there is a manifest."""
 
     messages: set[str]
     hellos: set[str]
-    decided: bool
+    has_manifest: bool
 
 
 def digest(data: bytes) -> str:
@@ -135,7 +135,7 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-# The decision
+# The draft of a manifest: the put that is first decides
 
 
 def digest_of(decided: Manifest | None) -> str:
@@ -154,10 +154,10 @@ def expected(decided: Manifest | None, hellos: Iterable[str]) -> set[str]:
     return {*(decided.members if decided else ()), *hellos}
 
 
-def decide(
-    author: Message,
+def draft(
+    author: Envelope,
     decided: Manifest | None,
-    messages: Mapping[str, tuple[Message, str]],
+    messages: Mapping[str, tuple[Envelope, str]],
     refused: Mapping[str, str],
     hellos: Mapping[str, float],
 ) -> Manifest:
@@ -176,8 +176,8 @@ def decide(
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
     senders = [
-        Sender(worker, mark, message.samples, message.note)
-        for worker, (message, mark) in sorted((worker, messages[worker]) for worker in heard)
+        Sender(worker, digest_, sent.samples, sent.note)
+        for worker, (sent, digest_) in sorted((worker, messages[worker]) for worker in heard)
     ]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(decided.seconds if decided else {}), **hellos}
@@ -200,7 +200,7 @@ def decide(
 
 
 def _reading(
-    author: Message, decided: Manifest | None, members: Iterable[str], messages: Mapping[str, Message]
+    author: Envelope, decided: Manifest | None, members: Iterable[str], messages: Mapping[str, Envelope]
 ) -> Reading | None:
     """Returns who reads which sequences next. A silent member keeps what it holds."""
     known = decided.reading if decided else None
@@ -297,13 +297,13 @@ def message_name(number: int, worker: str) -> str:
     return f"{folder_of(number)}/{worker}.message"
 
 
-def read_message(name: str, data: bytes, run: str, number: int | None = None, worker: str | None = None) -> Message:
+def read_message(name: str, data: bytes, run: str, number: int | None = None, worker: str | None = None) -> Envelope:
     """Returns a message with an unchecked body; MessageError if the rest does not fit its name, if that is given."""
     head, _, body = data.partition(b"\n")
     values = json_of(name, head)
     if values.get("reads") is not None:
         values["reads"] = reads_of(name, values["reads"])
-    message = object_of(Message, name, {**values, "body": body})
+    message = object_of(Envelope, name, {**values, "body": body})
     for field_name, came, wanted in (
         ("run", message.run, run),
         ("round", message.round, number),
@@ -314,10 +314,15 @@ def read_message(name: str, data: bytes, run: str, number: int | None = None, wo
     return message
 
 
+def manifest_name(number: int) -> str:
+    """Returns the name of a round's manifest."""
+    return f"{folder_of(number)}/manifest"
+
+
 def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
     """Returns a round's manifest; None if the round is open."""
     try:
-        return _parsed(store, f"{folder_of(number)}/manifest", lambda data: _manifest(data, run, number))
+        return _parsed(store, manifest_name(number), lambda data: _manifest(data, run, number))
     except ForeignError:
         return None  # a stranger's: for those with the key the round is open
 
@@ -325,7 +330,7 @@ def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
 def propose(store: Store, manifest: Manifest) -> Manifest | None:
     """Puts the manifest if the round has none, and returns it as others read it; None if the round has one."""
     data = json.dumps(asdict(manifest)).encode()
-    won = store.put_if_absent(f"{folder_of(manifest.round)}/manifest", data)
+    won = store.put_if_absent(manifest_name(manifest.round), data)
     return _manifest(data, manifest.run, manifest.round) if won else None
 
 
@@ -448,7 +453,7 @@ def _record(address: str, data: bytes) -> Record:
 
 
 def _manifest(data: bytes, run: str, number: int) -> Manifest:
-    name = f"{folder_of(number)}/manifest"
+    name = manifest_name(number)
     values = json_of(name, data)
     listed = values.get("senders")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):

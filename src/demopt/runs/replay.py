@@ -28,8 +28,8 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     rounds.load(0)
     while (manifest := rounds.next_manifest()) is not None:
         if manifest.before != log.digest_of(run.decided):
-            raise MessageError(f"the manifest of round {manifest.round} follows another one of the round before")
-        rounds.apply_missed(manifest)
+            raise MessageError(f"{log.manifest_name(manifest.round)} follows another manifest than the one before it")
+        rounds.apply_manifest(manifest)
         run.follow(manifest)
         if manifest.round + 1 in saved:
             name = log.checkpoint_name(record, manifest.round + 1)
@@ -41,7 +41,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > replicator.round_number):
         with suppress(MessageError):  # a stranger's
             if run.store.get(name, most):
-                raise ExchangeError(f"{name} is there, and the manifest of round {replicator.round_number} is gone")
+                raise ExchangeError(f"{name} is there, and {log.manifest_name(int(replicator.round_number))} is gone")
 
 
 def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:

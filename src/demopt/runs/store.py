@@ -135,7 +135,6 @@ class Patient(Store):
         self.inner, self.address = inner, inner.address
         self.say = say
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        self.requests = 0  # sent so far
         self.patience = patience
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
         self._away: float | None = None  # since when, if the user has heard about it
@@ -161,7 +160,6 @@ class Patient(Store):
     def _repeat(self, kind: str, call: Callable[[], T], damaged: float = 0.0) -> T:
         began, attempt, long = time.monotonic(), 0, False
         while True:
-            self.requests += 1
             try:
                 result = call()
             except MessageError:

@@ -70,7 +70,7 @@ class FolderRounds(Rounds):
         self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
         # Own messages: the round, the digest of its manifest, the worker's name, and whether the manifest lists it.
         self._sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
-        self._forgotten = list[log.Message]()  # own messages of rounds that a fork ended: a manifest may list them yet
+        self._forgotten = list[log.Envelope]()  # own messages of rounds that a fork ended: a manifest may list them yet
 
     # Joining
 
@@ -99,9 +99,9 @@ class FolderRounds(Rounds):
         if not started:
             self._check_order(groups)
             self._enter()
-            self._apply_all_missed()
+            self._follow_run()
             if self._saved_at < math.inf and self._end_later_message():
-                self._apply_all_missed()
+                self._follow_run()
             self._saved_at = math.inf
             run.stopping = False  # in the rounds before
         run.hello(self._number)
@@ -120,7 +120,7 @@ class FolderRounds(Rounds):
         self.replicator.let_extract()
         message = None
         if current is not None and current.data and current.message is not None:
-            message = tensor_of(replace(current.attached.message, body=bytes_of(current.message)).packed())
+            message = tensor_of(replace(current.attached.envelope, body=bytes_of(current.message)).packed())
         found = {"worker": run.worker, "before": log.digest_of(run.decided), "message": message}
         found |= {f"forgotten {number}": tensor_of(each.packed()) for number, each in enumerate(self._forgotten)}
         return {"run": run.record.identity, "sent": json.dumps([*self._sent]), **found}
@@ -154,7 +154,7 @@ class FolderRounds(Rounds):
         elif restored and restored["before"] != before:
             if restored.get("message") is not None:
                 self._forgotten.append(log.read_message("the saved message", bytes_of(restored["message"]), identity))
-            other = f"round {self._number - 1} is another one in {run.store.address} than in the state"
+            other = f"round {self._number} is another one in {run.store.address} than in the state"
             self._leave_fork(ForkedError(other), restored["before"])
         elif restored.get("message") is not None:
             self._open = self._round_of(bytes_of(restored["message"]), in_momentum=True)
@@ -225,7 +225,7 @@ class FolderRounds(Rounds):
         run = self.run
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         self._load_newest(least=0)
-        self._apply_all_missed()
+        self._follow_run()
         return self._number
 
     def resync(self, src: int) -> None:
@@ -274,8 +274,8 @@ class FolderRounds(Rounds):
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
         manifest, listed = outcome.manifest, outcome.row is not None
-        self.run.follow(manifest, outcome)
-        self._sent.append((manifest.round, manifest.digest, outcome.message.worker, listed))
+        self.run.end_round(outcome)
+        self._sent.append((manifest.round, manifest.digest, outcome.envelope.worker, listed))
         self.is_behind = not listed or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
@@ -297,7 +297,7 @@ class FolderRounds(Rounds):
         run, outcome = self.run, self.run.last
         if not self.is_behind:
             return
-        self._apply_all_missed()
+        self._follow_run()
         if not (self._leaves or run.stopping):
             run.hello(self._number)
         self.is_behind = False
@@ -308,13 +308,13 @@ class FolderRounds(Rounds):
         """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
         number = self._number
         if (found := self._manifest(number)) is None and self._manifest(number + 1) is not None:
-            found = self._decided(number)
+            found = self._known_manifest(number)
         return found
 
-    def apply_missed(self, manifest: Manifest) -> None:
+    def apply_manifest(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
         wiring = self.replicator.wiring()
-        self.replicator.apply_missed(self.run.messages(manifest, wiring, self.replicator.header(wiring)))
+        self.replicator.apply_missed(self.run.results_of(manifest, wiring, self.replicator.header(wiring)))
 
     @property
     def _number(self) -> int:
@@ -324,7 +324,7 @@ class FolderRounds(Rounds):
     def _leaves(self) -> bool:
         return self.run.leaving or self.run.asked_to_stop()
 
-    def _apply_all_missed(self) -> None:
+    def _follow_run(self) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
 
         The others may decide rounds faster than this worker reads them. So it says hello ahead, and they wait there.
@@ -333,8 +333,8 @@ class FolderRounds(Rounds):
         while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
             try:
                 if manifest.before != log.digest_of(run.decided):
-                    raise ForkedError(f"round {manifest.round} follows another round than this worker has applied")
-                self.apply_missed(manifest)
+                    raise ForkedError(f"round {manifest.round + 1} follows another round than this worker has applied")
+                self.apply_manifest(manifest)
             except CoveredError:
                 self._load_newest(least=manifest.round + 1)
             except ForkedError as error:
@@ -397,7 +397,7 @@ class FolderRounds(Rounds):
         run, (number, _, worker, was_listed) = self.run, self._sent[place]
         names, last = [sender.worker for sender in manifest.senders], run.last
         self._sent[place] = number, manifest.digest, worker, worker in names
-        sent = last.message if last and (last.message.round, last.message.worker) == (number, worker) else None
+        sent = last.envelope if last and (last.envelope.round, last.envelope.worker) == (number, worker) else None
         if last and sent:
             run.last = replace(last, row=names.index(worker) if worker in names else None)
         if (worker in names) == was_listed:
@@ -416,10 +416,10 @@ class FolderRounds(Rounds):
 
     def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
         """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
-        return self._decided(number - 1), self._manifest(number)
+        return self._known_manifest(number - 1), self._manifest(number)
 
-    def _decided(self, number: int) -> Manifest:
-        gone = f"the manifest of round {number} is gone from {self.run.store.address}; {_REMEDY}"
+    def _known_manifest(self, number: int) -> Manifest:
+        gone = f"{log.manifest_name(number)} is gone from {self.run.store.address}; {_REMEDY}"
         return self.run.wait_for(partial(self._manifest, number), gone)
 
     def _manifest(self, number: int) -> Manifest | None:
@@ -433,7 +433,7 @@ class FolderRounds(Rounds):
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
         senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
         has_turn = rest == 0 and outcome.row == turn % senders
-        leaves = outcome.message.leaves or self.run.stopping
+        leaves = outcome.envelope.leaves or self.run.stopping
         if has_turn or (leaves and outcome.row in (None, 0)):
             self.save()
         if leaves:
@@ -486,7 +486,7 @@ class FolderRounds(Rounds):
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
         if head.get("before") != log.digest_of(before):
-            raise ForkedError(f"{name} follows another manifest than that of round {number - 1}")
+            raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
         self.replicator.round_number.fill_(number)
@@ -537,10 +537,10 @@ class FolderRounds(Rounds):
                     return True
             return None
 
-        before = self._number
+        number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        for number in range(before, self._number) if self._saved_at < math.inf or self._forgotten else ():
-            if missed := self._manifest(number):
+        if self._saved_at < math.inf or self._forgotten:
+            for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._meet_own(missed)
 
 

@@ -41,11 +41,6 @@ class Saved:
     tokens: int  # trained on so far
 
 
-def place(folder: Path, step: int) -> Path:
-    """Returns the place of a step in a folder of checkpoints."""
-    return folder / f"step-{step:08d}"
-
-
 def whole(folder: Path) -> list[Path]:
     """Returns the whole checkpoints in a folder of checkpoints, oldest first."""
     return sorted(found.parent for found in folder.glob(WHOLE))
@@ -78,7 +73,7 @@ def find(folder: Path, config: TrainConfig, fingerprint: str) -> tuple[Path, Sav
 
 def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
     """Writes a checkpoint and deletes all but the last two. With LocalDeMo call it inside `shared()`."""
-    target = place(folder, saved.step)
+    target = folder / f"step-{saved.step:08d}"
     if team.first:
         for leftover in {*folder.glob("step-*")}.difference(whole(folder)):  # of an interrupted save or deletion
             shutil.rmtree(leftover)

@@ -122,7 +122,7 @@ def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus) -> N
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
     """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
-    workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most rounds of a folder
+    workers = int(statistics.mode(row.get("workers", config.workers) for row in rows))  # in most rounds of a folder
     team = f"{workers} worker{'s' * (workers != 1)}"
     table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
     table.add_column()

@@ -65,7 +65,7 @@ class Screen(ExitStack):
     def _fields(self, row: Row, now: float) -> list[str]:
         """Returns the parts of a line, the most important first."""
         step, steps, sums = row["step"], row["step"] - self._done, self._sums
-        workers = row.get("members", self._config.workers)
+        workers = row.get("workers", self._config.workers)
         speed = self._config.tokens_per_step / self._config.workers * workers * steps / sums["step_seconds"]
         traffic = max(sums["sent_bytes"], sums["received_bytes"]) / steps
         fields = [f"step {step}/{self._config.steps}" if self._config.steps else f"step {step}"]
@@ -75,7 +75,7 @@ class Screen(ExitStack):
         since, part_then, then = self._warm or (step, 0.0, now)
         if step - since >= MEASURED and part_then < (part := self._part(row)) < 1:
             fields.append(f"{duration((now - then) / (part - part_then) * (1 - part))} left")
-        fields.append(f"{count(speed)} tok/s")
+        fields.append(f"{speed:,.0f} tok/s")
         fields += [f"{decimal(round(traffic))}/step"] if traffic else []
         if "round" in row:  # of a run in a folder
             fields += [f"{workers} worker{'s' * (workers != 1)}", f"round {row['round']}"]
@@ -116,17 +116,3 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
-
-
-def count(number: float) -> str:
-    """Formats a number with at most three digits and a factor.
-
-    Examples:
-        >>> count(87.4), count(3206), count(54_321), count(2_500_000)
-        ('87', '3.2k', '54k', '2.5M')
-    """
-    for factor, letter in ((1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            part = number / factor
-            return f"{part:.1f}{letter}" if part < 10 else f"{part:.0f}{letter}"
-    return f"{number:.0f}"

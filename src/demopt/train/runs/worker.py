@@ -292,7 +292,7 @@ class Worker:
             return
         self._last, manifest = last, last.manifest
         if last.row is None:
-            self._sequences += int(numbers_of(last.message.note).get("sequences", 0))
+            self._sequences += int(numbers_of(last.envelope.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
@@ -311,7 +311,7 @@ class Worker:
         if not run.leaving:
             self.sizes.fit({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
         known = [note["loss"] for note in notes if "loss" in note]
-        found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
+        found: Row = {"workers": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
         if known and math.isfinite(loss):
             found["loss"] = sum(known) / len(known)
         self._heard |= found
