@@ -176,23 +176,24 @@ def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: 
 
 def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world_size: int) -> None:
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
-    found, unmarked, lacks = set(), False, ""
+    found, has_unmarked, lacks = set(), False, ""
     for parameter, saved in saved_of.items():
         mark, entries = saved.own.get(SAVED_BY), len(saved.shared) + len(saved.own) + len(saved.inner)
-        if mark is not None and mark.numel() == 5:
+        if mark is not None:
             found.add((tuple(mark[:4].tolist()), (rank, world_size, *shard_of(parameter))))
             if not lacks and entries < int(mark[4]):
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {int(mark[4])} entries"
         else:
-            unmarked = unmarked or entries > 0
+            has_unmarked = has_unmarked or entries > 0
     me = f"this is rank {rank} of {world_size}"
+    savers = {theirs[:2] for theirs, _ in found}
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
-    if unmarked and world_size > 1:
+    if has_unmarked and world_size > 1:
         warn(f"the state does not say which rank saved it, and {me}. If it is another's: {lost}. {_REMEDY}")
     elif any(theirs != mine for theirs, mine in found):
-        savers = " and ".join(f"rank {saver} of {count}" for saver, count in sorted({each[:2] for each, _ in found}))
-        shards = ", shard by shard" if {each[:2] for each, _ in found} == {(rank, world_size)} else ""
-        warn(f"the state was saved by {savers}{shards}, and {me}. {lost}. {_REMEDY}")
+        named = " and ".join(f"rank {saver} of {count}" for saver, count in sorted(savers))
+        shards = ", shard by shard" if savers == {(rank, world_size)} else ""
+        warn(f"the state was saved by {named}{shards}, and {me}. {lost}. {_REMEDY}")
     elif lacks:
         warn(
             f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
@@ -220,7 +221,7 @@ def separated(state: StateDict) -> dict[int, StateDict]:
     """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
     shared, rest = state["state"], {name: value for name, value in state.items() if name != RANKS}
     return {
-        rank: {**rest, "state": {number: shared[number] | own["state"].get(number, {}) for number in shared}}
+        rank: {**rest, "state": {number: {**shared[number], **own["state"].get(number, {})} for number in shared}}
         for rank, own in state.get(RANKS, {}).items()
     }
 
@@ -228,16 +229,29 @@ def separated(state: StateDict) -> dict[int, StateDict]:
 def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
 
-    ValueError if a rank's part is missing.
+    ValueError if a rank's part is missing, TypeError if one has no such form.
     """
+    if not (parts := state.get(RANKS)):
+        return _clean(state)
+    if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
+        raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
+    for part in parts.values():
+        check_form(part)
+    cleaned = {number: _clean(part) for number, part in parts.items()}
+    return among(separated({**_clean(state), RANKS: cleaned}), rank, world_size)
 
-    def is_entry(name: str, value: Any) -> bool:  # not the empty dicts that torch puts into a flattened state
-        is_mark = isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and not value.is_meta
-        return is_mark if name == SAVED_BY else not isinstance(value, dict) or bool(value)
 
-    entries = {n: {k: v for k, v in entry.items() if is_entry(k, v)} for n, entry in state.get("state", {}).items()}
-    states = separated(state := {**state, "state": entries})
-    return among(states, rank, world_size) if states else state
+def _clean(state: StateDict) -> StateDict:
+    """Leaves out the empty dicts that torch puts into a flattened state, and marks that are none."""
+
+    def is_entry(name: str, value: Any) -> bool:
+        if name != SAVED_BY:
+            return not isinstance(value, dict) or bool(value)
+        is_mark = isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape == (5,) and not value.is_meta
+        return is_mark and 0 <= int(value[0]) < int(value[1])
+
+    entries = state.get("state", {}).items()
+    return {**state, "state": {n: {k: v for k, v in entry.items() if is_entry(k, v)} for n, entry in entries}}
 
 
 def among(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
@@ -249,7 +263,7 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, old_size:
     if old_size is None:
         marks = [entry[SAVED_BY] for state in states.values() for entry in state["state"].values() if SAVED_BY in entry]
         old_size = max((int(mark[1]) for mark in marks), default=len(states))
-        missing = [str(rank) for rank in range(old_size) if rank not in states]
+        missing = [str(rank) for rank in range(min(old_size, len(states) + 1)) if rank not in states]
         if missing:
             raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     if old_size == world_size:

@@ -40,7 +40,7 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str) -> Non
 
 
 def _forgets(exchange: Any) -> list[bool]:
-    """Whether the state is consolidated: after the call, after a step, after the others' load."""
+    """Whether the state is consolidated: after the call, after a step, after the others' load, after a group more."""
     optimizer = carriers.build("DeMo", process_group=exchange)
     carriers.consolidate(optimizer)
     found = [bool(separated(optimizer.state_dict()))]
@@ -48,11 +48,14 @@ def _forgets(exchange: Any) -> list[bool]:
     found.append(bool(separated(optimizer.state_dict())))
     carriers.consolidate(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
+    found.append(bool(separated(optimizer.state_dict())))
+    carriers.consolidate(optimizer)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]})
     return [*found, bool(separated(optimizer.state_dict()))]
 
 
-def test_consolidated_state_is_of_rank_0_until_the_next_step() -> None:
-    assert ranks.threads(_forgets, 2) == [[True, False, False], [False, False, False]]
+def test_consolidated_state_is_of_rank_0_until_the_next_change() -> None:
+    assert ranks.threads(_forgets, 2) == [[True, False, False, False], [False] * 4]
 
 
 def test_consolidation_waits_for_a_round_in_flight() -> None:
@@ -107,6 +110,24 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, m
     expected = demopt.reshard([mine for mine, _ in results], 3)
     for state, wanted in zip(ranks.threads(_takes, 3, kind, results[0][1]), expected, strict=True):
         carriers.assert_resharded(state, wanted)
+
+
+@pytest.mark.parametrize("ranks", [3, [1], {"0": {}}, {0: 3}, {0: {}}, {0: {"state": {0: 3}}}, {1: {}}], ids=str)
+def test_consolidated_state_of_another_form_is_refused(ranks: Any) -> None:
+    optimizer = carriers.build("DeMo")
+    before = problems.by_file(optimizer.state_dict())
+    before["state"] = {n: {"step": entry["step"]} for n, entry in before["state"].items()}
+    with pytest.raises((ValueError, TypeError), match="state"):
+        optimizer.load_state_dict({**before, "ranks": ranks})
+
+
+@pytest.mark.parametrize("saved_by", [[], [0, 2], [0.0, 1.0, 0.0, 1.0, 3.0], [3, 1, 0, 1, 3]], ids=str)
+def test_mark_of_another_form_counts_as_none(saved_by: list[float]) -> None:
+    optimizer = carriers.build("DeMo")
+    before = problems.by_file(optimizer.state_dict())
+    optimizer.load_state_dict({**before, "ranks": {0: {"state": {0: {"saved_by": torch.tensor(saved_by)}}}}})
+    for number, entry in optimizer.state_dict()["state"].items():
+        assert problems.same([*entry.values()], [*before["state"][number].values()])
 
 
 def test_consolidated_state_without_a_rank_is_refused() -> None:

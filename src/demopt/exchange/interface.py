@@ -35,9 +35,9 @@ class Exchange(ABC):
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Returns uint8 [W, B]: the messages of all ranks, row r from rank r. B is equal on all ranks."""
 
-    @abstractmethod
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r."""
+        """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r. Of route "owner", and nodes."""
+        raise NotImplementedError
 
     @abstractmethod
     def broadcast(self, data_B: Tensor, src: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions
 
 from demopt.errors import ExchangeError, first_line
 from demopt.exchange import Exchange
@@ -41,11 +41,6 @@ class QuorumExchange(Exchange):
         rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
         self._run(lambda: self._group.allgather([rows], [message_B.contiguous()], self._options(AllgatherOptions())))
         return torch.stack(rows)
-
-    def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        received, sent, options = torch.empty_like(parts_WB), parts_WB.contiguous(), self._options(AllToAllOptions())
-        self._run(lambda: self._group.alltoall_base(received, sent, [], [], options))
-        return received
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         self.broadcast_among(data_B, src, range(self.world_size))
@@ -89,9 +84,6 @@ class HealExchange(Exchange):
         self._quorum.broadcast_among(data_B, self._src, self._takers)
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        raise NotImplementedError("weights go one way")
-
-    def all_to_all(self, parts_WB: Tensor) -> Tensor:
         raise NotImplementedError("weights go one way")
 
 

@@ -19,7 +19,7 @@ from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options
-from demopt.state import check_sizes, consolidated, read
+from demopt.state import check_sizes, read
 from demopt.validation import check_choice
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
@@ -227,6 +227,7 @@ class DeMo(ReplicatedOptimizer):
             param_group = {**codec.hyperparameters(), **rest}
         check_names(param_group, COMMON)
         _settings_of({**self.defaults, **param_group})
+        self._all_states = None
         super().add_param_group(plain(param_group))
         try:
             check_parameters(self.param_groups[-1]["params"])
@@ -236,17 +237,10 @@ class DeMo(ReplicatedOptimizer):
             del self.param_groups[-1]
             raise
 
-    @unrecorded
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch, but only between steps. Never runs a step or a collective.
-
-        It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
-        """
-        self.replicator.require_idle("state_dict")
-        self.replicator.wiring()  # the process group may have come since: the state then says whose it is
-        found: dict[str, Any] = super().state_dict()
-        found["param_groups"] = [plain(group) for group in found["param_groups"]]
-        return consolidated(self._all_states, found) if self._all_states else found
+    def own_state_dict(self) -> dict[str, Any]:
+        """The state of this rank alone, with update rules as text."""
+        found = super().own_state_dict()
+        return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         check_sizes(state_dict, self.param_groups)

@@ -17,7 +17,7 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
-from demopt.state import check_sizes, consolidated, read
+from demopt.state import check_sizes, read
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
@@ -486,7 +486,7 @@ class LocalDeMo(ReplicatedOptimizer):
             groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
         return groups
 
-    def _follow_inner(self) -> bool:
+    def _follow_inner(self, also: Collection[Tensor] = ()) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Returns whether a parameter begins to train.
@@ -501,7 +501,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 )
             self._weights.parameters = parameters
         self.param_groups[:] = groups
-        begins = self._weights.create()
+        begins = self._weights.create(also)
         if begins:
             self.replicator.groups[:] = self._replicated_groups()
         return begins
@@ -598,17 +598,12 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         if self.warns_of_saving and not self._all_states:
             self.mistakes.look_at_saving()
-        found = self.own_state_dict()
-        return consolidated(self._all_states, found) if self._all_states else found
+        return super().state_dict()
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        if not self.replicator.in_flight:
-            self.replicator.require_idle("state_dict")
-            self.replicator.wiring()
-        found: dict[str, Any] = super().state_dict()
         kept = self._rounds.saved()
-        return {**found, "folder": kept} if kept else found
+        return {**super().own_state_dict(), **({"folder": kept} if kept else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
@@ -619,9 +614,7 @@ class LocalDeMo(ReplicatedOptimizer):
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         self._inner.load(state_dict["param_groups"], inner)
-        self._weights.create(also=saved_of)
-        self.replicator.groups[:] = self._replicated_groups()
-        self._follow_inner()
+        self._follow_inner(also=saved_of)
         global_of = self._weights.global_of
         self.replicator.restore({global_of[local]: saved for local, saved in saved_of.items()})
         self._weights.restore(saved_of)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from demopt.optim.mistakes import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
-from demopt.state import StateDict, check_form, consolidate, own_part
+from demopt.state import StateDict, check_form, consolidate, consolidated, own_part
 from demopt.validation import warn
 
 P = ParamSpec("P")
@@ -73,12 +73,14 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @unrecorded
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; no tensor is a view of more memory than it holds, so a copy or file of each is no larger."""
-        found: dict[str, Any] = super().state_dict()
-        state = found["state"].items()
-        found["state"] = {n: {name: _owned(value) for name, value in entry.items()} for n, entry in state}
-        return found
+        """As in torch, but only between steps; never runs a step or a collective.
+
+        It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
+        """
+        found = self.own_state_dict()
+        return consolidated(self._all_states, found) if self._all_states else found
 
     @unrecorded
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -116,8 +118,14 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             warn(text)
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The state of this rank alone."""
-        return self.state_dict()
+        """The state of this rank alone; no tensor is a view of more memory than it holds."""
+        if not self.replicator.in_flight:
+            self.replicator.require_idle("state_dict")
+            self.replicator.wiring()  # the process group may have come since: the state then says whose it is
+        found: dict[str, Any] = super().state_dict()
+        state = found["state"].items()
+        found["state"] = {n: {name: _owned(value) for name, value in entry.items()} for n, entry in state}
+        return found
 
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""

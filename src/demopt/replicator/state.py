@@ -37,15 +37,13 @@ class SavedParameter:
     @staticmethod
     def of(entry: Mapping[str, Any]) -> SavedParameter:
         """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
-        saved = SavedParameter({}, {}, {})
-        for given, value in entry.items():
-            if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
-                name = None
-            else:
-                name = _FROM_LOCAL.get(given) if "global" in entry else given
-            part = saved.inner if name is None else saved.own if name in _OWN else saved.shared
-            part[name or given] = value
-        return saved
+        if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
+            return SavedParameter({}, {}, dict(entry))
+        names = _FROM_LOCAL if "global" in entry else {name: name for name in entry}
+        known = {names[given]: value for given, value in entry.items() if given in names}
+        own = {name: value for name, value in known.items() if name in _OWN}
+        shared = {name: value for name, value in known.items() if name not in _OWN}
+        return SavedParameter(shared, own, {name: value for name, value in entry.items() if name not in names})
 
     def entry(self) -> dict[str, Any]:
         """Writes it as an entry of a state."""

@@ -128,14 +128,13 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
     settings, fingerprint = team.gather((config.record(), corpus.fingerprint))[0]
     same = "start all workers with the same settings"
     team.agree(lambda: check_same_run(config, corpus.fingerprint, settings, fingerprint, "rank 0", same))
-    found = None
+    path, resumed = None, None
     if config.resume:
-        found = team.agree(lambda: checkpoint.find(out.checkpoints, config, corpus.fingerprint))
+        path, resumed = team.agree(lambda: checkpoint.find(out.checkpoints, config, corpus.fingerprint))
     with ExitStack() as held:
         team.agree(lambda: held.enter_context(out.claimed(config)) if team.first else None)
         team.agree(out.require_shared)
         method = make_method(config, model.to(team.device), team)
-        path, resumed = found or (None, None)
         if path:
             with team.waiting():
                 checkpoint.load(path, model, method.optimizer)
