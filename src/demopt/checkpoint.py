@@ -31,11 +31,11 @@ from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.rounds import VaryingExchange
-from demopt.state import StateDict, among, overlaps, own_part
+from demopt.state import StateDict, overlaps, own_part, part_for
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
-_KEY = re.compile(r"(.*\.|)rank(\d+)(\.shard[\d_]+\.(\d+))")
+_KEY = re.compile(r"(?P<prefix>.*\.|)rank(?P<rank>\d+)(?P<rest>\.shard[\d_]+\.(?P<number>\d+))")
 
 
 class OptimizerState:
@@ -79,11 +79,12 @@ class OptimizerState:
         for key, entry in state_dict.items():
             if not (match := _KEY.fullmatch(key)) or entry is None:  # None: a key that the checkpoint does not have
                 continue
-            state = states.setdefault(int(match[2]), {"state": {}, "param_groups": state_dict["param_groups"]})
+            state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
             saved = _read_entry(entry)
             if saved["values"]:
-                parameter, sharded = parameters[int(match[4])], saved["sharded"]
-                state["state"][int(match[4])] = {
+                number, sharded = int(match["number"]), saved["sharded"]
+                parameter = parameters[number]
+                state["state"][number] = {
                     name: placed_as(value, parameter) if name in sharded else value
                     for name, value in saved["values"].items()
                 }
@@ -96,7 +97,7 @@ class OptimizerState:
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
         folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
-        self._optimizer.load_state_dict({**among(states, rank, world_size, old_size), **folder})
+        self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -126,11 +127,11 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
-            place, rank, rest = match[1], int(match[2]), match[3]
-            old_size = sum(f"{place}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
-            for old in overlaps(rank, self.state_dict[f"{place}world_size"], old_size) if old_size else ():
-                self.state_dict[f"{place}rank{old}{rest}"] = entry
-                self.mappings[f"{place}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
+            prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
+            old_size = sum(f"{prefix}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
+            for old in overlaps(rank, self.state_dict[f"{prefix}world_size"], old_size) if old_size else ():
+                self.state_dict[f"{prefix}rank{old}{rest}"] = entry
+                self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             if old_size and key not in saved:  # DCP would refuse a key that is not there
                 del self.state_dict[key]
         for key, entry in list(self.state_dict.items()):

@@ -84,7 +84,7 @@ def read(
     """
     entries, found, lacking = state.get("state", {}), dict[Tensor, SavedParameter](), list[str]()
     is_empty = not any(entries.values())  # of an optimizer that has not stepped yet: refused where one is needed
-    for place, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
+    for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             saved = SavedParameter.of(entries.get(number, {}))
             if not entries.get(number) and not (is_empty and parameter.requires_grad):
@@ -99,10 +99,10 @@ def read(
                     )
                 continue
             if local:
-                _check_weights(known, parameter, settings[place].transform, number)
+                _check_weights(known, parameter, settings[group_number].transform, number)
             elif "global" in known:
                 raise ValueError(f"the state of parameter {number} was saved by another optimizer, a LocalDeMo")
-            _check_shapes(saved, known.get("global", parameter), place, settings[place], number)
+            _check_shapes(saved, known.get("global", parameter), group_number, settings[group_number], number)
             found[parameter] = saved
     if lacking:
         warn(
@@ -145,9 +145,11 @@ def _outline(value: Any) -> list[int] | str:
     return list(value.shape) if value.is_floating_point() and not value.is_meta else f"{value.dtype} on {value.device}"
 
 
-def _check_shapes(saved: SavedParameter, weights: Tensor, place: int, settings: Hyperparameters, number: int) -> None:
-    """Raises ValueError unless momentum and rule's state are finite and fit `weights`, which are in group `place`."""
-    key, cut = group_key(weights, place, settings)
+def _check_shapes(
+    saved: SavedParameter, weights: Tensor, group_number: int, settings: Hyperparameters, number: int
+) -> None:
+    """Raises ValueError unless momentum and rule's state are finite and fit `weights`, which are in that group."""
+    key, cut = group_key(weights, group_number, settings)
     entry, where = saved.of_replicator, f"the state of parameter {number}"
     names = ("momentum", *settings.update.state_names())
     for name in names:
@@ -238,7 +240,7 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     for part in parts.values():
         check_form(part)
     cleaned = {number: _clean(part) for number, part in parts.items()}
-    return among(separated({**_clean(state), RANKS: cleaned}), rank, world_size)
+    return part_for(separated({**_clean(state), RANKS: cleaned}), rank, world_size)
 
 
 def _clean(state: StateDict) -> StateDict:
@@ -254,7 +256,7 @@ def _clean(state: StateDict) -> StateDict:
     return {**state, "state": {n: {k: v for k, v in entry.items() if is_entry(k, v)} for n, entry in entries}}
 
 
-def among(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
+def part_for(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
     """Returns a rank's part of all ranks' states, which come by rank.
 
     If another number of ranks saved them, that is its share, and rank 0 warns.
@@ -279,9 +281,7 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, old_size:
 # Their way to one rank
 
 
-def consolidate(
-    replicator: Replicator, state: StateDict, to: int, every: int
-) -> tuple[dict[int, StateDict] | None, str]:
+def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tuple[dict[int, StateDict] | None, str]:
     """Returns, on rank `to`, each rank's part of the state by rank, on the CPU, and a warning if that was much.
 
     All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with

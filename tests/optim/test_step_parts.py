@@ -1,20 +1,16 @@
-"""extract, exchange, apply and rollback; detached rounds; the stats of a step, and ceilings on its files."""
+"""extract, exchange, apply and rollback; detached rounds; the stats of a step."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import demopt
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo, MessageError
 from demopt.exchange import Exchange, SingleRank, Threads
-from demopt.kernels import loader
 
 
 def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
@@ -151,34 +147,3 @@ def test_stats_of_a_single_rank_count_kept_and_payload() -> None:
     # 32x16: two full chunks, 24 each; 17x19: four of 9x10, 8 each; 20: two of 1x10, 1 each; one element
     assert stats.kept == 2 * 24 + 4 * 8 + 2 * 1 + 1
     assert stats.payload_bytes < 64 + stats.kept * 5 + 16
-
-
-PACKAGE = Path(demopt.__file__).parent
-#: A change that makes a step pass more files raises its row, and says why in the commit.
-MOST = {"DeMo": 22, "gather": 25, "owner": 26}
-
-
-def _passed(exchange: Exchange, kind: str) -> set[Path]:
-    """The files that the fourth step calls into."""
-    params, files = problems.parameters([(128, 128), (128,)]), set[Path]()
-    optimizer: Any = demopt.DeMo(params, process_group=exchange)
-    if kind != "DeMo":
-        inner = torch.optim.AdamW(params)
-        optimizer = demopt.LocalDeMo(inner, sync_every=1, route=kind, process_group=exchange)
-    for step in range(4):
-        problems.set_gradients(params, step, exchange.rank)
-        if step == 3:
-            sys.setprofile(lambda frame, *_: files.add(Path(frame.f_code.co_filename)))
-        try:
-            optimizer.step()
-        finally:
-            sys.setprofile(None)
-    return {file for file in files if file.is_relative_to(PACKAGE) and file.name != "threads.py"}
-
-
-@pytest.mark.skipif(loader.library() is None, reason="without kernels steps take another path")
-@pytest.mark.parametrize("kind", MOST)
-def test_step_passes_few_files(kind: str) -> None:
-    passed = ranks.threads(_passed, 4, kind)[0]
-    assert PACKAGE / "replicator/replicator.py" in passed
-    assert len(passed) <= MOST[kind], sorted(passed)

@@ -299,33 +299,6 @@ def test_evaluation_between_rounds_outside_of_shared_warns_once(how: str, says: 
         assert _told(_evaluated, how, 4) == ranks.run(_evaluated, 1, how, 3)[0] == []
 
 
-def _shown_at_once(rank: int, world_size: int, how: str) -> tuple[list[str], int]:
-    """The warnings of two `shared()` before the first step, and the weights that they show."""
-    torch.manual_seed(0 if how == "the same seed" else rank)
-    model: Any = nn.Linear(6, 4)
-    if how == "DDP":
-        model = demopt.unsync(DistributedDataParallel(model))
-    optimizer = LocalDeMo(torch.optim.AdamW(model.parameters()), sync_every=2)
-    if how == "rank 0 alone" and rank > 0:
-        return [], 0
-
-    def show() -> None:
-        with optimizer.shared():
-            pass
-
-    return [*problems.warned(show), *problems.warned(show)], optimizer.fingerprint()
-
-
-def test_shared_before_the_first_step_shows_the_weights_of_rank_0_or_says_that_it_does_not() -> None:
-    (quiet, _), ((told,), _) = ranks.run(_shown_at_once, 2, "other seeds")
-    assert quiet == []
-    assert told.startswith("shared() came before the first step, in which rank 1 takes rank 0's weights: until then")
-    for how in ("the same seed", "DDP"):
-        first, second = ranks.run(_shown_at_once, 2, how)
-        assert first == second == ([], first[1])
-    assert ranks.run(_shown_at_once, 2, "rank 0 alone")[0][0] == []
-
-
 def _loaded(rank: int, world_size: int, order: str) -> list[str]:
     """The warnings of the first step after loading a state that was saved between two rounds."""
     optimizer, again = (problems.local(None, [(4, 4)], problems.ADAMW, sync_every=2) for _ in range(2))

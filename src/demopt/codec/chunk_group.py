@@ -131,10 +131,10 @@ def build(
     their buffers, so that a round that began with them can subtract from the same momentum.
     """
     members: dict[GroupKey, list[Member]] = {}
-    for place, (number, parameter) in enumerate(parameters):
+    for number, (group, parameter) in enumerate(parameters):
         if parameter.requires_grad:
-            key, cut = group_key(parameter, number, settings[number])
-            members.setdefault(key, []).append(Member(place, parameter, cut))  # also without chunks: it has a state
+            key, cut = group_key(parameter, group, settings[group])
+            members.setdefault(key, []).append(Member(number, parameter, cut))  # also without chunks: it has a state
     old = {_buffers_of(chunk_group.key, chunk_group.members): chunk_group for chunk_group in before}
     return [
         ChunkGroup(key, settings[key.param_group], mine, kernels, old.get(_buffers_of(key, mine)))

@@ -51,11 +51,6 @@ class Exchange(ABC):
     def await_all(self, call: str) -> None:  # noqa: B027  exchanges without such a way just begin
         """Before a call that is not part of a round: waits for all ranks; ExchangeError if some went on without it."""
 
-    def told_by_rank_0(self, name: str, value: str) -> str | None:
-        """Leaves this rank's value for the others, and returns rank 0's, if that comes soon. No collective."""
-        del name, value
-        return None
-
     def duplicate(self) -> "Exchange":
         """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together."""
         return self

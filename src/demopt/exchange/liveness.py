@@ -44,7 +44,7 @@ class Liveness:
         self._begun: dict[str, int] = {}  # exchanges by the ranks in them
         self._waiting: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._came: dict[str, int] = {}  # calls of `await_all` and `told_by_first` by place
+        self._came: dict[str, int] = {}  # calls of `await_all` by place
         self._answered = 0
         self._hosts: dict[int, str] = {}  # that are known, by rank
         self._awaited = {0}  # the ranks whose hosts are to be known; rank 0's machine holds the store
@@ -112,21 +112,6 @@ class Liveness:
         verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun.get(key, 0) + 1}
         self._store().set(_VERDICT, json.dumps(verdict))
         return text
-
-    def told_by_first(self, ranks: Sequence[int], name: str, value: str) -> str | None:
-        """Leaves a value in the store; returns the first rank's, or None if it does not come in ANSWER_SECONDS."""
-        number = self._came[name] = self._came.get(name, 0) + 1
-        place, deadline = f"demopt/{name}/{number}/{_key_of(ranks)}/", time.monotonic() + ANSWER_SECONDS
-        try:
-            store = self._store()
-            store.set(f"{place}{self._rank}", value)
-            while not store.check([f"{place}{ranks[0]}"]):
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.02)
-            return str(store.get(f"{place}{ranks[0]}").decode())
-        except Exception:  # no store
-            return None
 
     def suspects(self, ranks: Sequence[int]) -> str:
         """Calls all ranks; returns the verdict. Waits for the slowest permitted answer."""

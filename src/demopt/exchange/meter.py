@@ -70,9 +70,6 @@ class Meter(Exchange):
     def await_all(self, call: str) -> None:
         self.inner.await_all(call)
 
-    def told_by_rank_0(self, name: str, value: str) -> str | None:
-        return self.inner.told_by_rank_0(name, value)
-
     def _count(self, sent: int, received: int) -> None:
         if self._counts:
             self.calls += 1

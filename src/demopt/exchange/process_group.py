@@ -82,9 +82,6 @@ class Collective(Exchange):
             timeout = self._timeout or _timeout_of(self._pg) or dist.default_pg_timeout
             self._liveness.await_all(self._global_ranks, call, timeout.total_seconds())
 
-    def told_by_rank_0(self, name: str, value: str) -> str | None:
-        return self._liveness.told_by_first(self._global_ranks, name, value) if self.world_size > 1 else None
-
     def duplicate(self) -> "Collective":
         """Returns a Collective on another process group with the same ranks, backend and timeout.
 

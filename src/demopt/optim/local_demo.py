@@ -278,11 +278,10 @@ class LocalDeMo(ReplicatedOptimizer):
     def shared(self) -> AbstractContextManager[None]:
         """The context in which the model has the global weights, the same on all ranks, to evaluate and save them.
 
-        One rank alone may enter it: it sends nothing. Before the first step, ranks whose weights are not rank 0's warn.
+        One rank alone may enter it: it sends nothing. Before the first step these are its own weights.
         """
-        if self._weights.untouched and "shared" not in self._warned:
-            self.mistakes.look_before_showing()
-            self._warned |= {"shared"}
+        if self._weights.untouched and not (self._rounds.in_step or self._rounds.has_joined):
+            self.warn_once("shared", "shared() came before join(): these are this worker's own weights, not the run's")
         return self._weights.shared()
 
     @unrecorded

@@ -158,21 +158,6 @@ class Mistakes:
         if hint := self._rates.hint(self._optimizer.param_groups):
             self._optimizer.warn_once("rate", hint)
 
-    def look_before_showing(self) -> None:
-        """Tells, before the first step, if the weights are not those that all ranks will then have."""
-        optimizer = self._optimizer
-        session, mine, theirs = optimizer.replicator.session, f"{optimizer.fingerprint():x}", None
-        if not session.has_met:
-            theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
-        if not (optimizer._rounds.in_step or optimizer._rounds.has_joined):
-            warn("shared() came before join(): these are this worker's own weights, not the run's")
-        elif theirs not in (None, mine):
-            warn(
-                f"shared() came before the first step, in which rank {session.exchange.rank} takes rank 0's "
-                "weights: until then it has its own. Seed all ranks alike, load the same checkpoint, or use "
-                "demopt.unsync(DistributedDataParallel(model)), which starts all ranks from rank 0's"
-            )
-
     def look_at_evaluation(self) -> None:
         """The model runs in eval()."""
         optimizer = self._optimizer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from demopt.optim.mistakes import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
-from demopt.state import StateDict, check_form, consolidate, consolidated, own_part
+from demopt.state import StateDict, check_form, collect, consolidated, own_part
 from demopt.validation import warn
 
 P = ParamSpec("P")
@@ -95,7 +95,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         mine, current = self.own_state_dict(), self.replicator.round
         if current is not None and current.work is not None:
             current.work.exception()  # one exchange at a time
-        self._all_states, costs = consolidate(self.replicator, mine, to, self.sync_every)
+        self._all_states, costs = collect(self.replicator, mine, to, self.sync_every)
         if costs:
             self.warn_once("consolidated", costs, here=True)
 
@@ -124,7 +124,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()
         state = found["state"].items()
-        found["state"] = {n: {name: _owned(value) for name, value in entry.items()} for n, entry in state}
+        found["state"] = {n: {name: _apart(value) for name, value in entry.items()} for n, entry in state}
         return found
 
     def _load(self, state_dict: StateDict) -> None:
@@ -132,7 +132,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def _owned(value: Any) -> Any:
+def _apart(value: Any) -> Any:
     """Returns a tensor with a storage of its own; a counter on the host may be that of all parameters."""
     is_counter = type(value) is Tensor and value.dim() == 0 and value.is_cpu
     views = is_counter or (type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes)

@@ -81,7 +81,7 @@ class Owner(Route):
     def bytes_each_way(self) -> int:
         return (self.world_size - 1) * 2 * self.widths[1]
 
-    def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def owner_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         for chunk_group, run, errors in zip(self.chunk_groups, self.runs, self.errors, strict=True):
             begin = 0
             for member in chunk_group.members:

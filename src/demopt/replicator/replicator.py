@@ -274,7 +274,7 @@ class Replicator:
 
         The first call also runs the handshake.
         """
-        current, started = self._extracted(), time.perf_counter()
+        current, started = self._current(), time.perf_counter()
         if message is not None:
             given, wanted = list(message.shape), [current.wiring.route.widths[0]]
             if message.dtype != torch.uint8 or given != wanted:
@@ -333,7 +333,7 @@ class Replicator:
         self.session.receive([messages, *(current.result.tensors if current.result is not None else ())])
         return messages
 
-    def _extracted(self) -> Round:
+    def _current(self) -> Round:
         if self.round is None:
             raise RuntimeError("there is no message; call extract first")
         return self.round
@@ -421,7 +421,7 @@ class Replicator:
 
     def send(self) -> None:
         """Step 5, begun: the message travels in the background until `exchange`; an error forgets the round."""
-        current = self._extracted()
+        current = self._current()
         try:
             self.session.agree(current.wiring, self.header)
         except BaseException:
@@ -540,7 +540,7 @@ class Replicator:
         """
         if self.options.background:
             raise ValueError("a round in the background cannot be detached; use delay=0")
-        detached, self.round = self._extracted(), None
+        detached, self.round = self._current(), None
         return detached
 
     def attach_round(self, detached: Round) -> Tensor:
@@ -560,7 +560,7 @@ class Replicator:
 
     def mark_applied(self, detached: Round | None = None) -> None:
         """Ends the round, or a detached one, as applied: weights that came from a peer or checkpoint include it."""
-        current = self._extracted() if detached is None else detached
+        current = self._current() if detached is None else detached
         if detached is None:
             self.round = None
         if current.row is not None:
@@ -596,7 +596,7 @@ class Replicator:
         self.state.update(entries)
         self.round_number = torch.zeros_like(self.round_number)
         self._wiring = None
-        self.wiring()
+        self.wiring()  # makes buffers, and copies the entries into them
 
     def __getstate__(self) -> tuple[Any, ...]:
         self.require_idle("copying or pickling")

@@ -63,7 +63,7 @@ class Route(ABC):
 
     name: ClassVar[str]  #: as users write it
     collectives: ClassVar[int]  #: calls per round
-    has_owner_errors: ClassVar[bool] = False  #: whether ranks keep a state of their own: `own_state`
+    has_owner_errors: ClassVar[bool] = False  #: whether ranks keep a state of their own: `owner_state`
     least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
@@ -107,7 +107,7 @@ class Route(ABC):
     def check(self, result: Result, expected: Header) -> tuple[int, Any]:
         """Checks all of the result; returns the union of its flags, and the input of `apply`. Raises MessageError."""
 
-    def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def owner_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
         yield from ()
 

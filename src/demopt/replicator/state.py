@@ -84,8 +84,8 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     for chunk_group in wiring.chunk_groups:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
-                _adopt(entries[parameter].get(name), rows)
-                state.setdefault(parameter, {})[name] = _own_memory(rows)
+                _copy_into(entries[parameter].get(name), rows)
+                state.setdefault(parameter, {})[name] = _alone_in_storage(rows)
     _attach_owners(state, entries, wiring)
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
@@ -98,7 +98,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
 def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
     """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
-    owned = dict(wiring.route.own_state())
+    owned = dict(wiring.route.owner_state())
     kept = {parameter for parameter, own in owned.items() if _keeps(entries[parameter], own, rank_and_size)}
     for parameter, entry in entries.items():
         if OWNER_ERROR in entry and parameter not in kept:
@@ -107,12 +107,12 @@ def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wirin
             state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=rank_and_size[1])
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
     for parameter, own in owned.items():
-        _adopt(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
-        state[parameter] |= {name: _own_memory(value) for name, value in own.items()}
+        _copy_into(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+        state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
 
 
-def _own_memory(rows: Tensor) -> Tensor:
-    """Returns the same memory as a tensor of its own: a copy or file of a view would take the whole buffer along.
+def _alone_in_storage(rows: Tensor) -> Tensor:
+    """Returns the same memory as a tensor that is no view: a copy or file of a view would take the whole buffer along.
 
     Elsewhere than on a CPU, `state_dict` copies views.
     """
@@ -127,7 +127,7 @@ def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: t
     return same and tuple(entry[SAVED_BY][:2].tolist()) == rank_and_size
 
 
-def _adopt(value: Tensor | None, rows: Tensor) -> None:
+def _copy_into(value: Tensor | None, rows: Tensor) -> None:
     """Copies an earlier value into its new place; zeros if there is none or its shape differs."""
     if value is None or value.shape != rows.shape:
         rows.zero_()

@@ -120,9 +120,9 @@ class Wiring:
     @property
     def names(self) -> list[str]:
         """The names of all parameters in error messages."""
-        numbers = [seen.group for seen in self.inputs.parameters]  # of groups, which may have got more since
+        groups = [seen.group for seen in self.inputs.parameters]  # which may have got more since
         return [
-            f"param_groups[{number}]['params'][{place - numbers.index(number)}]" for place, number in enumerate(numbers)
+            f"param_groups[{group}]['params'][{number - groups.index(group)}]" for number, group in enumerate(groups)
         ]
 
     def require_unchanged(self) -> None:
@@ -189,9 +189,9 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
     matrices = [
-        (place, parameter, number)
-        for place, (number, parameter) in enumerate(numbered)
-        if settings[number].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
+        (number, parameter, group)
+        for number, (group, parameter) in enumerate(numbered)
+        if settings[group].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
     ]
     parameters = [parameter for _, parameter in numbered]
     sharded = ShardedMatrices(matrices, settings) if matrices else None

@@ -23,7 +23,7 @@ from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import first_line
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.train.config import WHOLE, Given, InputError, TrainConfig, check_same_run, config_of
+from demopt.train.config import LAST_FILE, WHOLE, Given, InputError, TrainConfig, check_same_run, config_of
 from demopt.train.out import sync
 from demopt.train.team import Team
 
@@ -88,7 +88,7 @@ def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Op
         raise (cause if isinstance(cause, OSError) else OSError(first_line(cause))) from None
     if team.first:
         for old in whole(folder)[:-KEEP]:
-            (old / Path(WHOLE).name).unlink()  # first: an interrupted deletion must not leave a folder that looks whole
+            (old / LAST_FILE).unlink()  # first: an interrupted deletion must not leave a folder that looks whole
             shutil.rmtree(old)
     team.barrier()
 

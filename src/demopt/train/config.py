@@ -26,7 +26,9 @@ Given = dict[str, Any]
 
 # In --out: the record of all settings, the identity of the run in a folder that it is of, and checkpoints, of which
 # those are whole that have the file that torch.distributed.checkpoint writes last.
-CONFIG, IDENTITY, CHECKPOINTS, WHOLE = "config.json", "identity", "checkpoints", "step-*/.metadata"
+CONFIG, IDENTITY, CHECKPOINTS = "config.json", "identity", "checkpoints"
+LAST_FILE = ".metadata"  # of a checkpoint that is whole
+WHOLE = f"step-*/{LAST_FILE}"
 
 
 class InputError(ValueError):
