@@ -98,6 +98,13 @@ def test_security_status_and_replay_of_a_strangers_run_end_in_words(place: str, 
         assert done.stderr.count("\n") <= 1
 
 
+def test_status_measures_no_time_between_two_clocks(edited: Any) -> None:
+    run = edited(MANIFEST, lambda manifest: manifest.update(author="w-2", at="2999-01-01T00:00:00+00:00"))
+    found = json.loads(forked.demopt("status", run, "--json").stdout)
+    assert found["round"] == 4
+    assert found["seconds_per_round"] is found["seconds_ago"] is None
+
+
 OF_A_MACHINE = {
     "overwrite": True, "resume_auto": True, "tracker": "wandb", "compile": True, "timeout": 1.0, "workers": 7,
     "threads": 99, "device": "cuda", "out": "/elsewhere", "run": "/elsewhere", "key_file": "/elsewhere",

@@ -362,6 +362,7 @@ def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch
     ("words", "told"),
     [
         (("join", "RUN"), "is no folder here; is its disk mounted?"),
+        (("status", "no run"), "To start a run: demopt train --run 'no run'"),
         (("status", "."), "holds no run; is its disk mounted? To start a run: demopt train --run"),
         (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
         (("train", "--run", "RUN", "--workers", "2"), "--run takes one worker per command"),

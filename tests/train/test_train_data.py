@@ -1,10 +1,12 @@
 """Tokens, the split, and batches that depend on seed, step and rank alone."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from demopt.errors import DemoptError
 from demopt.train import data
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import load_tokenizer
@@ -70,6 +72,21 @@ def test_load_corpus_reads_token_files(tmp_path, suffix):
     corpus = data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
     assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
     assert corpus.bytes_per_token is None
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_token_file_that_changes_ends_the_run_and_one_that_is_replaced_is_read_on(tmp_path, suffix):
+    file, row = tmp_path / f"a{suffix}", np.arange(400, dtype=np.uint16)
+    np.save(file, row) if suffix == ".npy" else row.tofile(file)
+    corpus = data.load_corpus(replace(CONFIG, data=[str(file)]))
+    before = data.batch(corpus.train, CONFIG, 1, 0)
+    file.rename(tmp_path / "aside")
+    file.write_bytes(b"another")  # in its place, as a download does
+    assert np.array_equal(data.batch(corpus.train, CONFIG, 1, 0), before)
+    os.replace(tmp_path / "aside", file)
+    os.truncate(file, 10)
+    with pytest.raises(DemoptError, match="changed since it was opened; put its content back"):
+        data.batch(corpus.train, CONFIG, 1, 0)
 
 
 def test_documents_leaves_out_what_the_run_writes(tmp_path):

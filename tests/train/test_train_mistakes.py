@@ -14,10 +14,12 @@ import torch
 from train_runs import COMMAND, SMALL
 
 from demopt import cli
+from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, resolve
 from demopt.train.data import documents
 from demopt.train.method import refuse_if_too_large
+from demopt.train.model import save
 from demopt.train.out import OutFolder
 from demopt.train.runs.worker import train_in_folder
 from demopt.train.team import pick_device
@@ -72,6 +74,19 @@ def test_folder_in_the_place_of_a_file_is_told_at_the_start(tmp_path):
     (tmp_path / "state.pt").mkdir()
     with pytest.raises(InputError, match=r"state\.pt is a folder"), OutFolder(tmp_path).claimed(TrainConfig()):
         pass
+    (tmp_path / "state.pt").rmdir()
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(InputError, match="model is a file, where"), OutFolder(tmp_path).claimed(TrainConfig()):
+        pass
+    with pytest.raises(DemoptError, match="cannot be written: File exists"), OutFolder(tmp_path).writing():
+        save(TrainConfig(), None, tmp_path / "model")
+
+
+def test_current_folder_that_is_gone_is_told(monkeypatch):
+    monkeypatch.setattr(os, "getcwd", Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(cli, "tell", told := Mock())
+    cli._run(["status", "/run"])
+    told.assert_called_once_with("the current folder is gone or cannot be read; change to another one (cd)", 2)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.filesize import decimal
 
-from demopt.errors import first_line
+from demopt.errors import DemoptError, first_line
 from demopt.runs.reading import sequence_at
 from demopt.train.config import InputError, TrainConfig
 
@@ -35,6 +35,24 @@ ENCODED_AT_ONCE = 256  # documents
 
 
 @dataclass(frozen=True)
+class Mapped:
+    """A mapped token file, as it was: where it shrinks a read ends the process, and what is written to it is learnt."""
+
+    path: Path
+    opened: os.stat_result
+
+    def check(self) -> None:
+        """Raises DemoptError if the file has changed. One that is deleted or replaced can be read on."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return
+        same = (now.st_size, now.st_mtime_ns) == (self.opened.st_size, self.opened.st_mtime_ns)
+        if os.path.samestat(now, self.opened) and not same:
+            raise DemoptError(f"--data {self.path}: changed since it was opened; put its content back, and start again")
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
@@ -43,6 +61,7 @@ class Tokens:
 
     rows: tuple[NDArray[Any], ...]
     starts: NDArray[np.int64] | None = None
+    files: tuple[Mapped, ...] = ()  # of the rows, if they are mapped
 
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
@@ -58,9 +77,11 @@ class Tokens:
         if self.starts is not None:
             found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + self.starts[index], mode="wrap")
             return found
-        for row in self.rows:
+        for number, row in enumerate(self.rows):
             here = max(0, (len(row) - length) // stride + 1)
             if index < here:
+                for file in self.files[number : number + 1]:
+                    file.check()
                 return row[index * stride : index * stride + length].astype(np.int64)
             index -= here
         raise IndexError(index)
@@ -91,8 +112,9 @@ def load_corpus(config: TrainConfig) -> Corpus:
     tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
     if tokens and len(tokens) < len(files):
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
+    source = _source(files)  # before minutes of reading, after which a file may be gone
     corpus = _from_token_files(config, tokens) if tokens else _from_documents(config, documents(config))
-    return replace(_checked(config, corpus), source=_source(files))
+    return replace(_checked(config, corpus), source=source)
 
 
 def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -340,10 +362,11 @@ def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
 
 
 def _from_token_files(config: TrainConfig, files: list[Path]) -> Corpus:
+    mapped = tuple(Mapped(file, file.stat()) for file in files)
     rows = [_map_tokens(file) for file in files]
     cuts = [len(row) - max(1, int(len(row) * config.val_fraction)) for row in rows]
-    train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)))
-    val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)))
+    train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
+    val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     if config.tokenizer in (None, "bytes", config.model):
         size = 1 + max(int(row.max(initial=0)) for row in rows)
     else:

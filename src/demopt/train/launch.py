@@ -14,11 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from demopt.errors import DemoptError
+from demopt.errors import DemoptError, first_line
 from demopt.train import checkpoint
 from demopt.train.config import TrainConfig, resolve
 from demopt.train.method import check_settings
@@ -71,6 +72,8 @@ def train(config: TrainConfig) -> int:
                 elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings), str(os.getpid()))
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
+            except DistError as error:  # no port, or no file, is left
+                raise RunError(f"the workers cannot be started: {first_line(error)}", 1) from None
         if Path(scratch, ENDED).exists():
             return 0
     return 128 + (received[0] if received else signal.SIGINT)

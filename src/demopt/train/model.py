@@ -47,6 +47,7 @@ def build(config: TrainConfig) -> nn.Module:
 def save(config: TrainConfig, model: Any, folder: Path, merge: bool = False) -> None:
     """Saves the model for transformers, in the precision of --model; with --lora its adapters only, unless `merge`."""
     _quiet()
+    folder.mkdir(parents=True, exist_ok=True)  # where a file has the name, transformers saves nothing, and goes on
     if config.lora and not merge:
         model.save_pretrained(folder, save_embedding_layers=False)
         return

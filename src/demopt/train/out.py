@@ -84,9 +84,11 @@ class OutFolder:
                         shutil.rmtree(place, ignore_errors=True)
                     else:
                         place.unlink(missing_ok=True)
-                for place in (self.config, self.metrics, self.picture, self.state):
-                    if place.is_dir():
-                        raise InputError(f"{place} is a folder, where a run has a file; give another --out")
+                folders = (self.checkpoints, self.model, self.merged)
+                for place in (self.config, self.metrics, self.picture, self.state, *folders):
+                    if place.exists() and place.is_dir() != (place in folders):
+                        is_a, has_a = ("file", "folder") if place in folders else ("folder", "file")
+                        raise InputError(f"{place} is a {is_a}, where a run has a {has_a}; give another --out")
                 write_whole(self.config, json.dumps(config.record(), indent=2) + "\n")
             except OSError as error:
                 raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None

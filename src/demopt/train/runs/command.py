@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -80,11 +81,11 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
     found = status_of(run.store, run.record, address)
     number, steps = found["round"], f"after step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
     if found["state"] != "open":
-        more = "demopt export saves its model" if found["state"] == "done" else f"demopt join {address} goes on"
+        more = "demopt export saves its model" if found["state"] == "done" else f"demopt join {typed(address)} goes on"
         print(f"nothing to stop: the run is {found['state']} {steps}; {more}")
         return 0
     log.put_stop(run.store, number, run.record.identity)
-    print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
+    print(f"all workers will stop after {number + 1} or {number + 2} rounds; go on with: demopt join {typed(address)}")
     return 0
 
 
@@ -133,7 +134,7 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.store import full
 
-    start = f"is its disk mounted? To start a run: demopt train --run {address}{flags}"
+    start = f"is its disk mounted? To start a run: demopt train --run {typed(address)}{flags}"
     try:
         if "://" not in (place := full(address)) and not Path(place).is_dir():  # opening it would make it
             raise InputError(f"{address} is no folder here; {start}")
@@ -144,6 +145,16 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
         raise InputError(f"{address} holds no run; {start}")
     run.find_run()
     return run
+
+
+def typed(place: str) -> str:
+    """Returns an address or a path as it is typed into a shell; one with a dash in front would be a flag.
+
+    Examples:
+        >>> print(typed("s3://bucket/mine"), typed("my run"), typed("-run"))
+        s3://bucket/mine 'my run' ./-run
+    """
+    return shlex.quote(f"./{place}" if place.startswith("-") else place)
 
 
 def key_of(key_file: str | None) -> bytes | None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 #: The numbers in a worker's note that others read, and the largest of each that a training run can have.
 NUMBERS = {"loss": 1e6, "val_loss": 1e6, "sequences": float(1 << 32), "speed": 1e9}
-SPANS = (32, 8, 2, 1)  # rounds that the time of a round is measured over: the first whose manifest is still there
+SPANS = (32, 16, 8, 4, 2, 1)  # rounds that the time of a round is measured over: the first that one worker has proposed
+SKEW = 60.0  # seconds that clocks may differ by
 
 
 def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
@@ -114,15 +115,18 @@ def _seconds_of_a_round(store: Store, record: Record, last: Manifest | None) -> 
     """Returns the mean time of the last rounds."""
     for span in SPANS:
         if last and last.round >= span and (before := log.read_manifest(store, record.identity, last.round - span)):
+            if before.author != last.author:  # by two clocks, of which one may be hours ahead
+                continue
             seconds = _seconds_between(before.at, last.at)
             return None if seconds is None else round(seconds / span, 2)
     return None
 
 
 def _seconds_between(one: str, other: str) -> float | None:
-    """Returns the seconds between two times as manifests have them; None if one is no time."""
+    """Returns the seconds between two times as manifests have them; None if one is no time, or a clock is wrong."""
     with suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, round((datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds(), 1))
+        found = (datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds()
+        return max(0.0, round(found, 1)) if found > -SKEW else None
     return None
 
 

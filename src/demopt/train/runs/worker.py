@@ -39,7 +39,7 @@ from demopt.train.method import check_settings, cost_of, make_method, make_optim
 from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
-from demopt.train.runs.command import key_of, open_run
+from demopt.train.runs.command import key_of, open_run, typed
 from demopt.train.runs.status import numbers_of
 from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
@@ -87,7 +87,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         if TEXT not in found.settings:
             raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
         before = {name: value for name, value in found.settings.items() if name in FROM_RUN}
-        again = f"demopt join {config.run} takes all settings from it"
+        again = f"demopt join {typed(config.run)} takes all settings from it"
         check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), f"the run in {config.run}", again)
     fresh = config.overwrite or not out.config.exists()
     with out.claimed(config), stop_on_signals(after="one more round") as received:
@@ -105,7 +105,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         theirs = found.settings["data"] if found else config.data
         more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
         more += ["--model", config.model] if config.model and found and config.model != found.settings["model"] else []
-        again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
+        again = f"demopt join {typed(config.run)} {shlex.join(['--out', config.out, *more])}"
         print(f"{cause} after {config.of_steps(worker.steps_done)}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
@@ -118,7 +118,7 @@ def _check(config: TrainConfig) -> torch.device:
     if config.workers > 1:
         raise InputError(
             f"--run takes one worker per command, and --workers is {config.workers}; for each further one start "
-            f"demopt join {config.run} with another --out, on a machine with GPUs also with CUDA_VISIBLE_DEVICES"
+            f"demopt join {typed(config.run)} with another --out, on a machine with GPUs also with CUDA_VISIBLE_DEVICES"
         )
     check_settings(config)
     return pick_device(config.device, 0, 1)
@@ -199,8 +199,8 @@ class Worker:
             )
             report.say_memory(self.model, self.optimizer, self.team.device)
             if not begun:
-                key = f" --key-file {config.key_file}" if config.key_file else ""
-                report.say(f"others: demopt join {config.run}{key} --out runs/joined")
+                key = f" --key-file {typed(config.key_file)}" if config.key_file else ""
+                report.say(f"others: demopt join {typed(config.run)}{key} --out runs/joined")
             self._hear()  # of a round that an error had left open
             self._heard = {}
             training = Training(config, out, self.team, self.corpus, self.model, self.method, report, run.asked_to_stop)
