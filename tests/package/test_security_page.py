@@ -24,6 +24,7 @@ HELD = {
     "Without one": "runs/test_folder_exchange.py::test_stranger_without_the_key_changes_nothing",
     "In a run of four": "test_clip_to_median.py::test_security_one_of_four_that_lies_is_left_out",
     "This is `clip_to_median`": "test_clip_to_median.py::test_folders_leave_out_liars_by_default",
+    "A round that": "runs/test_hostile.py::test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges",
     "Held-out loss": TABLE,
     "| ": TABLE,
     "Anyone who can reach": "checkpoint/test_untrusted.py::test_torch_runs_code_of_other_ranks_and_of_files",
@@ -32,7 +33,7 @@ HELD = {
     "torch.distributed.checkpoint's": "checkpoint/test_untrusted.py::test_torch_runs_code_of_other_ranks_and_of_files",
     "Most workers": "test_clip_to_median.py::test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter",
     "A liar": "test_clip_to_median.py::test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter",
-    "A worker with the key": "runs/test_hostile.py::test_holder_of_the_key_decides_early_and_writes_what_joiners_take",
+    "A worker with the key": "runs/test_hostile.py::test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges",
     "Whoever can write": "runs/test_restart.py::test_object_that_is_gone_is_named_where_it_is_needed",
 }
 ADVICE = ("Use a network", "Report a weakness", "Describe the attacker", "You get an answer", "Only the newest")

@@ -14,7 +14,7 @@ import servers
 import stores
 import torch
 from hypothesis import strategies as st
-from test_folder_exchange import Worker
+from test_folder_exchange import Worker, together
 
 import demopt
 from demopt.errors import DemoptError, ExchangeError, MessageError
@@ -375,11 +375,22 @@ def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_an
     assert worker.rounds == 4
 
 
-def test_holder_of_the_key_decides_early_and_writes_what_joiners_take(bare):
-    liar, other, joiner = (Worker(bare, seed, key=KEY, checkpoint_every=100) for seed in range(3))
-    liar.optimizer.join()
-    other.optimizer.join()
+def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(bare):
+    liar, *others, joiner = (Worker(bare, seed, key=KEY, weights=0, checkpoint_every=100) for seed in range(4))
+    for worker in (liar, *others):
+        worker.optimizer.join()
+    before, propose = others[0].digest, liar.run._propose
     liar.round()  # it waits for nobody
+    assert (liar.run.decided.senders, liar.digest) == ([], before)
+    together([liar, *others], 2)  # its work counts then
+    assert [sender.worker for sender in liar.run.decided.senders] == ["w0", "w1", "w2"]
+
+    def forge(manifest):
+        own = log.Sender("w0", log.digest(liar.run.sent.packed()), 1)
+        return propose(dataclasses.replace(manifest, senders=[own], members={"w0": 0}))
+
+    liar.run.late, liar.run._propose = 0.0, forge
+    liar.round()
     assert [sender.worker for sender in liar.run.decided.senders] == ["w0"]
     for parameter in liar.optimizer.replicator.parameters:
         parameter.data.add_(1.0)

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
 from types import UnionType
@@ -105,7 +105,7 @@ class Manifest:
     run: str
     round: int
     author: str
-    senders: list[Sender]
+    senders: list[Sender]  # none if less than half of the members have sent
     refused: dict[str, str]  # reasons, by worker
     members: dict[str, int]
     seconds: dict[str, float]  # that each member says it needs for a round
@@ -187,7 +187,7 @@ def draft(
         run=author.run,
         round=author.round,
         author=author.worker,
-        senders=senders,
+        senders=senders if 2 * len(senders) >= len(members) else [],  # as `_manifest` reads others'
         refused=reasons,
         members={} if stop else members,
         seconds={} if stop else {worker: needs[worker] for worker in members if worker in needs},
@@ -356,8 +356,7 @@ def numbered(store: Store, folder: str) -> list[int]:
 
 def clear(store: Store, numbers: Iterable[int]) -> None:
     """Deletes messages and hellos of rounds that a checkpoint covers; their manifests stay."""
-    for number in numbers:
-        folder = folder_of(number)
+    for folder in map(folder_of, numbers):
         store.delete(f"{folder}/{name}" for name in store.list(folder) if _PIECE.fullmatch(name))
 
 
@@ -459,14 +458,14 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise MessageError(f"{name} is damaged: its senders are {legible(repr(listed), 80)}")
     senders = [object_of(Sender, name, each) for each in listed]
-    reading = values.get("reading")
-    values |= {"senders": senders, "reading": None if reading is None else reading_of(name, reading)}
-    manifest = object_of(Manifest, name, values)
+    reading = None if (read := values.get("reading")) is None else reading_of(name, read)
+    manifest = object_of(Manifest, name, {**values, "senders": senders, "reading": reading})
     if (manifest.run, manifest.round) != (run, number):
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
     if len({sender.worker for sender in senders}) < len(senders):
         raise MessageError(f"{name} is damaged: it lists a worker twice")
-    return manifest
+    # A member that decides before the others have sent would move the weights alone: no median bounds one message.
+    return manifest if 2 * len(senders) >= len(manifest.members) else replace(manifest, senders=[])
 
 
 def json_of(name: str, data: bytes) -> dict[str, Any]:
