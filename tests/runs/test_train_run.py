@@ -314,6 +314,8 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
     assert forked.demopt("replay", machines.run).stdout == f"weights after 4 rounds: sha256 {digest}\n"
+    assert machines.ended(machines.join("first"), "first") == digest
+    assert "final train loss" not in machines.said("first")  # its steps were not the last
     told = forked.demopt("status", machines.run).stdout
     assert told.startswith("done: run "), told
     assert "awaited" not in told

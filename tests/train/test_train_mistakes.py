@@ -80,6 +80,9 @@ def test_folder_in_the_place_of_a_file_is_told_at_the_start(tmp_path):
         pass
     with pytest.raises(DemoptError, match="cannot be written: File exists"), OutFolder(tmp_path).writing():
         save(TrainConfig(), None, tmp_path / "model")
+    for size in (9, 3_000_000):  # torch fails in two ways
+        with pytest.raises(DemoptError, match="is its disk full"), OutFolder(tmp_path).writing():
+            torch.save(torch.zeros(size), "/dev/full")
 
 
 def test_current_folder_that_is_gone_is_told(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -41,9 +42,11 @@ class OutFolder:
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's for a full disk
+            full = isinstance(error, RuntimeError)  # torch.save, in its own words
+            if full and not re.search("inline_container|iostream", str(error)):
                 raise
-            reason = getattr(error, "strerror", None) or first_line(error)
+            told = "is its disk full? " if full else ""
+            reason = getattr(error, "strerror", None) or told + first_line(error)
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
     @contextmanager

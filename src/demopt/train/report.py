@@ -107,14 +107,15 @@ def open_tracker(out: OutFolder, config: TrainConfig, done: int, held: ExitStack
 # The end of a run
 
 
-def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus) -> None:
-    """Saves the model and its tokenizer for transformers, and prints the table."""
+def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus, last: bool = True) -> None:
+    """Saves the model and its tokenizer for transformers, and prints the table. `last`: the last step was its own."""
     for place in (out.model, out.merged) if config.merge else (out.model,):
         save(config, model, place, merge=place == out.merged)
         save_tokenizer(config, place, corpus.bytes_per_token is not None)
     rows = out.read_metrics()
-    if rows:  # a worker that has joined a run after its last step has none
+    if rows and last:
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
+    if rows:  # a worker that has joined a run after its last step has none
         out.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
         print(f"the curves are in {out.picture}")
     print(f"the model is in {out.model}")

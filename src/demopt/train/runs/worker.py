@@ -216,7 +216,7 @@ class Worker:
         run.wait_for_uploads()
         if self.ended:
             with out.writing(), self.method.shared():
-                finish(config, out, self.model, self.corpus)
+                finish(config, out, self.model, self.corpus, self.number > begun)
         replicator = self.optimizer.replicator
         print(f"weights after {replicator.round_number} rounds: sha256 {weights_digest(replicator)}", flush=True)
 
