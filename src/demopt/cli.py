@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import sys
+import tempfile
 import types
 import typing
 from collections.abc import Callable
@@ -165,10 +166,14 @@ def _run(arguments: list[str]) -> int:
     from demopt.errors import DemoptError, SettingsError
     from demopt.train.config import InputError, SharedInputError
 
-    try:
-        os.getcwd()
-    except OSError:  # Intel's MKL would end the process
-        return tell("the current folder is gone or cannot be read; change to another one (cd)", 2)
+    for find, absent in (  # torch cannot be imported without them
+        (os.getcwd, "the current folder is gone or cannot be read; change to another one (cd)"),
+        (tempfile.gettempdir, "no folder for temporary files can be written; set TMPDIR to one, or free some space"),
+    ):
+        try:
+            find()
+        except OSError:
+            return tell(absent, 2)
     for before, each in zip(["", *arguments], arguments, strict=False):
         if re.fullmatch("(--[a-z-]+=)?", each):
             return tell(f"{each or before} is empty: is the variable set? Give a value, or leave it out", 2)

@@ -85,11 +85,14 @@ def test_folder_in_the_place_of_a_file_is_told_at_the_start(tmp_path):
             torch.save(torch.zeros(size), "/dev/full")
 
 
-def test_current_folder_that_is_gone_is_told(monkeypatch):
-    monkeypatch.setattr(os, "getcwd", Mock(side_effect=FileNotFoundError))
-    monkeypatch.setattr(cli, "tell", told := Mock())
-    cli._run(["status", "/run"])
-    told.assert_called_once_with("the current folder is gone or cannot be read; change to another one (cd)", 2)
+@pytest.mark.parametrize(
+    ("find", "told"), [("os.getcwd", "current folder is gone"), ("tempfile.gettempdir", "set TMPDIR to one")]
+)
+def test_folder_that_every_process_needs_is_told(monkeypatch, find, told):
+    monkeypatch.setattr(find, Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(cli, "tell", lambda text, code: (text, code))
+    text, code = cli._run(["status", "/run"])
+    assert (told in text, code) == (True, 2)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])

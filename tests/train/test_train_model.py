@@ -72,6 +72,14 @@ def test_tuning_begins_with_the_models_weights_and_leaves_a_model_with_its_token
     assert torch.equal(again(torch.arange(40).view(2, 20)).logits, logits(out / "model"))
 
 
+def test_model_in_memory_does_not_change_with_its_files(base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "model")
+    model = begin(resolve(TrainConfig(model=str(folder), lora=2)))[1]
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    assert torch.equal(model(torch.arange(40).view(2, 20)).logits, logits(base))
+
+
 @pytest.mark.parametrize("case", ["all", "lora", "ddp"])
 def test_tuning_killed_after_step_11_resumes_bit_for_bit(case, tuned, tmp_path):
     resume_as(tuned(case), as_killed(tuned(case), tmp_path / "run"))
