@@ -81,7 +81,7 @@ def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(bare):
     Keyed(bare, KEY).put_if_absent("run", b"{}")
     other = Keyed(bare, bytes(32))
     assert not other.put_if_absent("run", b"{}")
-    with pytest.raises(ForeignError, match="give the run's own --key-file"):
+    with pytest.raises(ForeignError, match="give the run's own --key-file, or none"):
         log.read_record(other)
 
 
@@ -355,7 +355,7 @@ def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(bar
     assert [digest for _, digest in replay(bare, key=KEY)][-1] == first.digest
     assert not first.run.stopping
     assert [text for text in first.said if "stop" in text] == [
-        "stop was not written with this run's key; give the run's own --key-file; it is ignored"
+        "stop was not written with this run's key; give the run's own --key-file, or none; it is ignored"
     ]
     assert [*first.run.decided.members] == ["w0"]
 

@@ -89,7 +89,7 @@ def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key()
         ("another", Keyed(bare, bytes(32))._tag("another", b"message") + b"message"),
     ):
         stores.put(bare, name, data)
-        told = f"{name} was not written with this run's key; give the run's own --key-file"
+        told = f"{name} was not written with this run's key; give the run's own --key-file, or none"
         with pytest.raises(MessageError, match=told):
             keyed.get(name, most=99)
 

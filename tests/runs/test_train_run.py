@@ -427,6 +427,8 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     assert "the text or tokenizer here is not that of the run in" in told
     told = forked.demopt(*again, "--lr", "0.5", *machines.data).stderr
     assert "--lr is 0.5, and the run in" in told
+    told = forked.demopt("join", machines.run, "--model", str(machines.place / "first" / "model")).stderr
+    assert told == f"demopt: the run in {machines.run} began with a fresh model; leave out --model\n"
     text = Path(machines.data[1])
     text.rename(machines.place / "moved.txt")
     told = forked.demopt("join", machines.run, "--out", str(machines.place / "late")).stderr

@@ -36,7 +36,7 @@ class Keyed(Store):
         (True, b'weights')
         >>> Keyed(bare, bytes([1] * 32)).get("a", most=9)
         Traceback (most recent call last):
-        demopt.runs.key.ForeignError: a was not written with this run's key; give the run's own --key-file
+        demopt.runs.key.ForeignError: a was not written with this run's key; give the run's own --key-file, or none
     """
 
     def __init__(self, inner: Store, key: bytes) -> None:
@@ -110,7 +110,7 @@ class Keyed(Store):
         """Returns what was sealed; ForeignError if the tag is another."""
         tag, data = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(name, data)):
-            raise ForeignError(f"{name} was not written with this run's key; give the run's own --key-file")
+            raise ForeignError(f"{name} was not written with this run's key; give the run's own --key-file, or none")
         return data
 
     def _second(self, name: str) -> str:

@@ -200,7 +200,7 @@ def full(address: str) -> str:
     """
     if not address.strip() or not address.isprintable():
         raise ValueError(
-            f"a run's address is a path or s3://bucket/name, gs:// or az://, all letters printable; this is {address!r}"
+            f"a run's address is a path or s3://bucket/name, gs:// or az://, in printable UTF-8; this is {address!r}"
         )
     scheme, colon, place = address.partition(":")
     scheme = scheme.lower() if colon else ""

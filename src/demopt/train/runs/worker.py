@@ -365,6 +365,8 @@ def settings_of_run(
     run = open_run(address, key_file, patience)
     known = {name: value for name, value in run.record.settings.items() if name in FROM_RUN}  # it tells nothing else
     config = config_of({**known, **own, "run": address, "key_file": key_file})
+    if "model" in own and TEXT in run.record.settings and not known.get("model"):
+        raise InputError(f"the run in {address} began with a fresh model; leave out --model")
     if config.model and "model" not in own and not Path(config.model).exists():
         raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
     return config, run
