@@ -34,7 +34,7 @@ HELD = {
     "Most workers": "test_clip_to_median.py::test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter",
     "A liar": "test_clip_to_median.py::test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter",
     "A worker with the key": "runs/test_hostile.py::test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges",
-    "Whoever can write": "runs/test_restart.py::test_object_that_is_gone_is_named_where_it_is_needed",
+    "Whoever can delete": "runs/test_restart.py::test_object_that_is_gone_is_named_where_it_is_needed",
 }
 ADVICE = ("Use a network", "Report a weakness", "Describe the attacker", "You get an answer", "Only the newest")
 PLACE = "`tests/package/test_security_page.py` names"

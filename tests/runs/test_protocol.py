@@ -291,7 +291,7 @@ class Worker:
                     self.folder.exchange_and_apply()
                     self.folder.catch_up()
                     self.rested()
-                    again = self.folder.repeats
+                    again = self.folder.sends_again
         except Crash:
             pass
         except BaseException as error:

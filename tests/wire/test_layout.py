@@ -71,10 +71,10 @@ def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(d
 def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Section(43, 60, 7, values)
     messages = _messages(whole, 1)
-    assert len(whole.runs) == 1
+    assert len(whole.spans) == 1
     monkeypatch.setattr(layout, "_COEFFICIENTS_AT_ONCE", 7 * 2 * GRANULE)
     cut = Section(43, 60, 7, values)
-    assert [run.start for run in cut.runs] == [0, 16, 32]
+    assert [span.start for span in cut.spans] == [0, 16, 32]
     assert torch.equal(_messages(cut, 1), messages)
     _assert_same(cut.checked(messages), whole.checked(messages))
 

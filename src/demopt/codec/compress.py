@@ -90,8 +90,8 @@ def subtract(chunk_group: ChunkGroup, Z_CN: Tensor, sent: Coefficients, alpha: f
         kernels.subtract_sent(Z_CN, sent.tensors["signs"], sent.tensors["codes"], alpha, decay)
         return
     section = chunk_group.section
-    for run in section.runs if Z_CN.is_cpu else section.device_runs:
-        sent.chunks(run.start, run.stop).subtract_from(Z_CN[run], alpha)
+    for span in section.spans if Z_CN.is_cpu else section.device_spans:
+        sent.chunks(span.start, span.stop).subtract_from(Z_CN[span], alpha)
     if decay != 1:
         Z_CN.mul_(decay)
 

@@ -137,11 +137,11 @@ def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float]
     wide_Crc = torch.empty_like(direction_Crc)
     block.read(tensors, wide_Crc, pair_2Crc[1])
     torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
-    runs = []
+    spans = []
     for piece in narrow:
         place = piece.first * piece.member.chunking.grid[1]  # of its first chunk
-        runs.append((piece.start, piece.chunks, piece.member.number, place))
-    to_bfloat16(direction_Crc.flatten(1), round_number, runs)
+        spans.append((piece.start, piece.chunks, piece.member.number, place))
+    to_bfloat16(direction_Crc.flatten(1), round_number, spans)
 
 
 def _update_matrices(

@@ -32,10 +32,10 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[i
     target.copy_(wide)
 
 
-def to_bfloat16(values_CN: Tensor, round_number: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
+def to_bfloat16(values_CN: Tensor, round_number: int, spans: Sequence[tuple[int, int, int, int]]) -> None:
     """Rounds contiguous float32 rows of parameters, in place, to numbers that bfloat16 holds; those stay as they are.
 
-    `runs` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first. All
+    `spans` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first. All
     take few operations together: an accelerator pays for each.
 
     Examples:
@@ -45,7 +45,7 @@ def to_bfloat16(values_CN: Tensor, round_number: int, runs: Sequence[tuple[int, 
         ([1.0, 1.0078125], True)
     """
     numbers_C, rows_C = torch.zeros(2, len(values_CN), dtype=torch.int64, device="cpu")
-    for first, count, number, place in runs:
+    for first, count, number, place in spans:
         numbers_C[first : first + count] = number
         rows_C[first : first + count] = torch.arange(place, place + count, device="cpu")
     mixed_C = splitmix64(splitmix64(splitmix64(torch.tensor(round_number, device="cpu")) + numbers_C) + rows_C)

@@ -433,7 +433,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 raise
             self._set_weights(current.finite)
             self._catch_up()
-            if not self._rounds.repeats:
+            if not self._rounds.sends_again:
                 return
 
     def _end_open_round(self) -> None:

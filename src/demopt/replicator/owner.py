@@ -50,10 +50,10 @@ class Owner(Route):
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.parts = Parts(self.layout.sections, world_size)
-        self.runs = self.parts.runs[rank]  # the chunks that this rank owns, by chunk group
+        self.spans = self.parts.spans[rank]  # the chunks that this rank owns, by chunk group
         self.errors = [
-            chunk_group.flat_momentum.new_zeros(run.stop - run.start, chunk_group.key.length)
-            for chunk_group, run in zip(chunk_groups, self.runs, strict=True)
+            chunk_group.flat_momentum.new_zeros(span.stop - span.start, chunk_group.key.length)
+            for chunk_group, span in zip(chunk_groups, self.spans, strict=True)
         ]
         self._owned = Gather(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
         self._owned.layout = self.parts.layouts[rank]
@@ -82,22 +82,22 @@ class Owner(Route):
         return (self.world_size - 1) * 2 * self.widths[1]
 
     def owner_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        for chunk_group, run, errors in zip(self.chunk_groups, self.runs, self.errors, strict=True):
+        for chunk_group, span, errors in zip(self.chunk_groups, self.spans, self.errors, strict=True):
             begin = 0
             for member in chunk_group.members:
-                start, stop = max(run.start, begin), min(run.stop, begin + member.chunking.chunks)
+                start, stop = max(span.start, begin), min(span.stop, begin + member.chunking.chunks)
                 if start < stop:
-                    rows = errors[start - run.start : stop - run.start]
+                    rows = errors[start - span.start : stop - span.start]
                     yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin, device="cpu")}
                 begin += member.chunking.chunks
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a message."""
         messages = []
-        for layout, runs in zip(self.parts.layouts, self.parts.runs, strict=True):
+        for layout, spans in zip(self.parts.layouts, self.parts.spans, strict=True):
             planes = []
-            for section, bytes_B, run in zip(self.layout.sections, data, runs, strict=False):
-                planes += section.cut(bytes_B, run)
+            for section, bytes_B, span in zip(self.layout.sections, data, spans, strict=False):
+                planes += section.cut(bytes_B, span)
             head = replace(header, layout=layout.digest)
             messages.append(pack_message(head, *planes, size=layout.size, device=self.device))
         return torch.cat(messages)
@@ -140,50 +140,51 @@ class Owner(Route):
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, answers, round_number, self.workspace, takes_shard)
         for number, sums in enumerate(self._sums):
-            run, answers = self.runs[number], decoded[number]
-            subtract(self.chunk_groups[number], sums, answers.chunks(run.start, run.stop))
+            span, answers = self.spans[number], decoded[number]
+            subtract(self.chunk_groups[number], sums, answers.chunks(span.start, span.stop))
             self.errors[number].copy_(sums)
         self._sums = []
 
 
 def _by_chunk_group(answers: list[Decoded]) -> Decoded:
     """Returns the signs of each chunk group's chunks, of all owners."""
-    return [Coefficients.cat(runs, dim=1) for runs in zip(*answers, strict=True)]
+    return [Coefficients.cat(spans, dim=1) for spans in zip(*answers, strict=True)]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The chunks of `sections`, divided among `world_size` owners: each owns a run of every section."""
+    """The chunks of `sections`, divided among `world_size` owners: each owns a span of every section."""
 
     sections: tuple[Section, ...]
     world_size: int
 
     @cached_property
-    def runs(self) -> list[list[slice]]:
+    def spans(self) -> list[list[slice]]:
         """The chunks of each section that an owner owns, whole granules, by owner.
 
-        The granules of all sections lie end to end, each as long as its elements. An owner's run ends at the boundary
+        The granules of all sections lie end to end, each as long as its elements. An owner's span ends at the boundary
         nearest to the end of its 1/W of the total, so that parts differ by a granule at most.
         """
         sizes = [SIGN_GRANULE * section.length for section in self.sections]  # of a granule
         counts = [-(-section.chunks // SIGN_GRANULE) for section in self.sections]
         total = sum(count * size for count, size in zip(counts, sizes, strict=True))
         ends = [total * owner // self.world_size for owner in range(self.world_size + 1)]
-        runs, begin = [], 0
+        spans, begin = [], 0
         for section, size, count in zip(self.sections, sizes, counts, strict=True):
             nearest = [max((end - begin + size // 2) // size, 0) for end in ends]
             bounds = [min(number * SIGN_GRANULE, section.chunks) for number in nearest]
-            runs.append([slice(start, stop) for start, stop in pairwise(bounds)])
+            spans.append([slice(start, stop) for start, stop in pairwise(bounds)])
             begin += count * size
-        return [[each[owner] for each in runs] for owner in range(self.world_size)]
+        return [[each[owner] for each in spans] for owner in range(self.world_size)]
 
     @cached_property
     def layouts(self) -> list[Layout]:
         """The layout of the part for each owner; all parts have the same length."""
         found = []
-        for runs in self.runs:
+        for spans in self.spans:
             parts = [
-                replace(section, chunks=run.stop - run.start) for section, run in zip(self.sections, runs, strict=True)
+                replace(section, chunks=span.stop - span.start)
+                for section, span in zip(self.sections, spans, strict=True)
             ]
             found.append(Layout(tuple(parts)))
         least = max(layout.size for layout in found)

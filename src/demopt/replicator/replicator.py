@@ -348,7 +348,10 @@ class Replicator:
         self._checked(self.round or self._begin(self.wiring()), messages)
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
-        """Returns the round's result, decoded, of which everything is checked, once."""
+        """Returns the round's result, decoded, of which everything is checked, once.
+
+        In a folder that was done when each message came (`check_message`), and the result is in the round.
+        """
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
             result = current.result = read(current.wiring.route, messages)

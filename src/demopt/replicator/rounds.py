@@ -98,7 +98,7 @@ class Rounds:
         return self.replicator.in_flight
 
     @property
-    def repeats(self) -> bool:
+    def sends_again(self) -> bool:
         """Whether to send what is left at once."""
         return False
 

@@ -38,7 +38,8 @@ _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_
 class Session:
     """This rank among the others: the exchange, its background thread, and the route that all have agreed on.
 
-    `regroup` takes a new one; it holds nothing of the optimizer's state.
+    `regroup` takes a new one; it holds nothing of the optimizer's state. In a folder it meets nobody: a worker compares
+    its settings with the record of the run (`FolderExchange.attachment`).
     """
 
     def __init__(self, process_group: Any, background: bool) -> None:

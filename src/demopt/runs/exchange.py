@@ -111,34 +111,37 @@ class FolderExchange(VaryingExchange):
         _as_json("settings", self._new_run, log.MOST_JSON // 2)
         patience = check_number("patience", patience)
         store = address if isinstance(address, Store) else open_store(os.fspath(address))
-        self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self._patient = Patient(store, patience, lambda text: self.say(text))
-        self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
         self._patient.asked_to_stop = lambda: self.asked_to_stop()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
-        host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
-        self.worker = f"{host}-{os.urandom(4).hex()}"
+        # Set by the trainer:
+        self.say: Callable[[str], None] = logging.getLogger("demopt").warning
+        self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
         self.note: Any = None
         self.leaving = False
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
-        self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
-        self.decided: Manifest | None = None  # of the round before these weights
-        self.left_out = 0  # rounds in a row
-        self.stopping = False  # the run was stopped
-        self.joined = False  # it has the run's weights
-        self.since = time.monotonic()  # when it knew the manifest before these weights
-        self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
-        self._read = set[int]()  # numbers that it has given out; they are in no manifest yet
+        # The run as this worker's weights have it; `FolderRounds` sets it where they come from a checkpoint or a state:
+        host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
+        self.worker = f"{host}-{os.urandom(4).hex()}"
+        self.joined = False  # it has the run's weights
+        self.decided: Manifest | None = None  # of the round before these weights
+        self.since = time.monotonic()  # when it knew that
+        self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
+        self.sent: Envelope | None = None  # the last one that was made
+        self.left_out = 0  # rounds in a row
+        self.stopping = False  # the run was stopped
+        # Its own:
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
+        self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
+        self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
+        self._read = set[int]()  # numbers that it has given out; they are in no manifest yet
+        self._greeted = set[int]()  # rounds in which others wait for this worker
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
-        self._greeted = set[int]()  # rounds in which others wait for this worker
-        self.sent: Envelope | None = None  # the last one that was made
-        self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
 

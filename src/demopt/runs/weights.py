@@ -132,7 +132,9 @@ class FolderRounds(Rounds):
             named = all(isinstance(each, str) for each in texts) and log.NAME.fullmatch(texts[1] or "none")
             if not named or not isinstance(message, Tensor | None):
                 raise TypeError
-            sent = [(number, mark, name, listed) for number, mark, name, listed in json.loads(saved.get("sent", "[]"))]
+            sent = [
+                (number, digest, name, is_in) for number, digest, name, is_in in json.loads(saved.get("sent", "[]"))
+            ]
             self._sent = deque(sent, _REMEMBERED)
             forgotten = [bytes_of(saved[name]) for name in saved if name.startswith("forgotten ")]
             self._forgotten = [log.read_message("the saved message", each, texts[0]) for each in forgotten]
@@ -194,8 +196,8 @@ class FolderRounds(Rounds):
                 self.replicator.recount(tensor_of(sent.body), applied=True)
                 self._sent.append((manifest.round, manifest.digest, sent.worker, True))
                 return
-        for place, (number, mark, *_) in enumerate(self._sent):
-            if number == manifest.round and mark != manifest.digest and not self._recount(place, manifest):
+        for place, (number, digest, *_) in enumerate(self._sent):
+            if number == manifest.round and digest != manifest.digest and not self._recount(place, manifest):
                 self._say_lost([number])
         if manifest.round >= self._saved_at and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
@@ -286,7 +288,7 @@ class FolderRounds(Rounds):
             self.replicator.rollback()
 
     @property
-    def repeats(self) -> bool:
+    def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
         run = self.run
         over = run.rounds is not None and self._number >= run.rounds
@@ -380,10 +382,10 @@ class FolderRounds(Rounds):
         Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
         """
         unknown, sure = list[int](), True  # `sure`: the manifest after a round is the one that counts
-        for place, (number, mark, worker, _) in reversed([*enumerate(self._sent)]):
+        for place, (number, digest, worker, _) in reversed([*enumerate(self._sent)]):
             now, after = self._around(number + 1)
             truth = after.before if after else now.digest
-            if sure and truth == mark:
+            if sure and truth == digest:
                 break
             known, sure = sure and truth == now.digest, truth == now.digest
             if not known:

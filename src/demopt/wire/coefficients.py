@@ -58,7 +58,7 @@ class Coefficients(ABC):
 
     @staticmethod
     def cat(parts: Sequence[Coefficients], dim: int) -> Coefficients:
-        """Concatenates those of ranks (`dim` 0), or of runs of chunks (1)."""
+        """Concatenates those of ranks (`dim` 0), or of spans of chunks (1)."""
         first = parts[0]
         if len(parts) == 1:
             return first

@@ -28,7 +28,7 @@ from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_plane
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
-GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte boundary in every plane
+GRANULE = 8  # chunks: spans of a multiple of these begin and end on a byte boundary in every plane
 SIGN_GRANULE = 2  # the same where all coefficients' signs are sent: two scales are three bytes
 
 
@@ -76,13 +76,13 @@ class Section:
         return sum(self.sizes)
 
     @cached_property
-    def runs(self) -> list[slice]:
-        """The chunks in runs that are encoded or decoded at once, which bounds memory."""
+    def spans(self) -> list[slice]:
+        """The chunks in spans that are encoded or decoded at once, which bounds memory."""
         return self._runs(_COEFFICIENTS_AT_ONCE)
 
     @cached_property
-    def device_runs(self) -> list[slice]:
-        """The chunks in runs, as an accelerator encodes or decodes them; signs of all, eight to a byte, in one."""
+    def device_spans(self) -> list[slice]:
+        """The chunks in spans, as an accelerator encodes or decodes them; signs of all, eight to a byte, in one."""
         return self._runs((self.chunks + GRANULE) * self.keep if self.all_signs else _DEVICE_COEFFICIENTS_AT_ONCE)
 
     def _runs(self, coefficients: int) -> list[slice]:
@@ -98,19 +98,19 @@ class Section:
             signs_CS, scale_C = encode_signs(values_CK)
             return [scale_plane(scale_C), signs_CS.flatten()]
         encoded = []
-        for run in (self.runs if values_CK.is_cpu else self.device_runs) or [slice(0, 0)]:
-            encoded.append(self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run]))
+        for span in (self.spans if values_CK.is_cpu else self.device_spans) or [slice(0, 0)]:
+            encoded.append(self.index.encode(positions_CK[span]) + QUANTIZERS[self.values].encode(values_CK[span]))
         return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
 
     def decode(
-        self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None, codes_WC: Tensor | None = None
+        self, data_WB: Tensor, span: slice, bits_Wb: Tensor | None = None, codes_WC: Tensor | None = None
     ) -> tuple[Coefficients, Faults]:
-        """Decodes the coefficients of a run of chunks from uint8 [W, size], without waiting for the device.
+        """Decodes the coefficients of a span of chunks from uint8 [W, size], without waiting for the device.
 
-        Returns also the faults. A run begins a granule. `bits_Wb`, those of the narrow planes, and `codes_WC`, of all
+        Returns also the faults. A span begins a granule. `bits_Wb`, those of the narrow planes, and `codes_WC`, of all
         chunks' scales, are given where they are decoded already; then the codes' faults are known too.
         """
-        parts, chunks, split = self.cut(data_WB, run, bits_Wb), run.stop - run.start, len(self.index.planes)
+        parts, chunks, split = self.cut(data_WB, span, bits_Wb), span.stop - span.start, len(self.index.planes)
         quantizer, faults, samples = QUANTIZERS[self.values], Faults(), (1,) * len(data_WB)
         if not quantizer.largest_level:
             codes = None
@@ -118,7 +118,7 @@ class Section:
             codes = unpack(parts[split], SCALE_BITS, chunks)
             faults.append((UNUSABLE, unusable_codes(codes.device)[codes]))
         else:
-            codes = codes_WC[:, run]
+            codes = codes_WC[:, span]
         if self.all_signs:
             assert codes is not None
             signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
@@ -139,8 +139,8 @@ class Section:
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
         """
         parts: list[Coefficients] = []
-        for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
-            part, faults = self.decode(data_WB, run)
+        for span in [slice(0, self.chunks)] if self.all_signs else self.spans or [slice(0, 0)]:
+            part, faults = self.decode(data_WB, span)
             refuse(faults, rank)
             parts.append(part.compact())
         return Coefficients.cat(parts, dim=1)
@@ -156,14 +156,14 @@ class Section:
         planes = len(self.index.planes)  # none where all coefficients are sent
         return None if not QUANTIZERS[self.values].largest_level else 8 * sum(self.sizes[:planes])
 
-    def cut(self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
-        """Returns the bytes of a run of chunks in each plane, as views; of narrow planes the bits, if given."""
-        if run.stop - run.start == self.chunks and bits_Wb is None:
+    def cut(self, data_WB: Tensor, span: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
+        """Returns the bytes of a span of chunks in each plane, as views; of narrow planes the bits, if given."""
+        if span.stop - span.start == self.chunks and bits_Wb is None:
             return list(data_WB.split(self.sizes, dim=-1))
         parts, begin = [], 0
         for plane, size in zip(self.planes, self.sizes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
-            first, last = (run.start * bits + 7) // 8, (run.stop * bits + 7) // 8  # of no chunks, no bytes
+            first, last = (span.start * bits + 7) // 8, (span.stop * bits + 7) // 8  # of no chunks, no bytes
             if bits_Wb is not None and begin < self.narrow_bytes:
                 parts.append(bits_Wb[..., 8 * (begin + first) : 8 * (begin + last)])
             else:
@@ -223,12 +223,12 @@ class Layout:
         faults, found = [(UNUSABLE, unusable_codes(codes.device)[codes])], []
         given = zip(datas, bits, codes.split(counts, -1), strict=True)
         for section, device, (data, mine, own) in zip(sections, devices, given, strict=True):
-            here, runs = (data.to(device), mine.to(device), own.to(device)), []
-            for run in section.device_runs or [slice(0, 0)]:
-                part, wrong = section.decode(here[0], run, *here[1:])
-                runs.append(part)
+            here, parts = (data.to(device), mine.to(device), own.to(device)), []
+            for span in section.device_spans or [slice(0, 0)]:
+                part, wrong = section.decode(here[0], span, *here[1:])
+                parts.append(part)
                 faults += wrong
-            found.append(Coefficients.cat(runs, dim=1))
+            found.append(Coefficients.cat(parts, dim=1))
         if len(codes) > 1:  # one rank's are not summed
             tops = largest_exponents(codes).split(counts)
             found = [replace(each, top=top.to(device)) for each, top, device in zip(found, tops, devices, strict=True)]
