@@ -1,4 +1,4 @@
-"""FSDP2 inside a node, DeMo between nodes. Here two "nodes" on one machine, or one, with --nodes 1:
+"""FSDP2 inside a node, LocalDeMo between nodes. Here two "nodes" on one machine, or one, with --nodes 1:
 
     torchrun --nproc-per-node 4 examples/fsdp2.py --nodes 2
 
@@ -36,8 +36,8 @@ for block in blocks:
     fully_shard(block, mesh=mesh["shard"])  # <- 1: shards over the fast links of a node: not over the whole mesh
 fully_shard(model, mesh=mesh["shard"])
 
-groups = demopt.muon_groups(model, lr=0.02, others=[model[0], model[-1]])
-optimizer = demopt.DeMo(groups, momentum_decay=0.95, process_group=mesh["replicate"])  # <- 2: DeMo over the slow ones
+inner = demopt.muon_adamw(model, lr=0.02, others=[model[0], model[-1]])
+optimizer = demopt.LocalDeMo(inner, sync_every=5, process_group=mesh["replicate"])  # <- 2: over the slow ones
 
 teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).to(device) / 8
 for step in range(arguments.steps):
@@ -50,6 +50,8 @@ for step in range(arguments.steps):
     optimizer.step()
     if rank == 0 and (step + 1) % 10 == 0:
         sent, gradient = optimizer.stats.sent_bytes, 4 * sum(p.to_local().numel() for p in model.parameters())
-        print(f"step {step + 1}: loss {loss.item():.3f}, {sent:,} bytes sent; the gradient of a shard has {gradient:,}")
+        print(
+            f"step {step + 1}: loss {loss.item():.3f}, {sent:,} bytes sent; the gradient of a shard has {gradient:,}"
+        )
 
 dist.destroy_process_group()

@@ -90,8 +90,7 @@ def _run(rank: int, world_size: int, kind: str, recipe: str) -> Run:
     mesh = cut(model, recipe)
     optimizer: Any
     if kind == "DeMo":
-        groups = demopt.muon_groups(model, lr=0.05, others=[model.head])
-        optimizer = demopt.DeMo(groups, momentum_decay=0.9, process_group=mesh["replicate"])
+        optimizer = demopt.DeMo(model.parameters(), lr=0.01, process_group=mesh["replicate"])
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=0.02)
         where = "cpu" if "host" in kind else None

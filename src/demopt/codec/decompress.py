@@ -8,15 +8,12 @@ Every rank must compute the same bits here, so sums over ranks have a fixed orde
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from demopt.codec.blocks import Block
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace
-from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
 from demopt.core.rounding import decay_and_add, to_bfloat16
 from demopt.core.rules import sign
@@ -26,9 +23,6 @@ from demopt.kernels.gate import apart
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import sign_planes
 
-#: Takes this rank's part of the U of parameter `number` in a round, if the parameter is sharded.
-TakesShard = Callable[[int, Tensor, int], bool]
-
 _BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
 
 
@@ -37,12 +31,11 @@ def decompress(
     coefficients: Coefficients,  # [W, C, ...]
     round_number: int,
     workspace: Workspace,  # of [2, C, r, c] for a block
-    takes_shard: TakesShard | None,
 ) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
     Goes block by block: Q and U of one block exist at a time, never of the whole model. `round_number` seeds the
-    rounding of bfloat16 parameters. Updates of sharded matrices are left with `takes_shard`.
+    rounding of bfloat16 parameters.
     """
     if chunk_group.settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
         coefficients = coefficients.clipped_to_median()
@@ -61,7 +54,7 @@ def decompress(
         else:
             invert(chunk_group, part, pair_2Crc)
         if rule.whole_matrix:
-            _update_matrices(chunk_group, block, pair_2Crc, round_number, takes_shard)
+            _update_matrices(chunk_group, block, pair_2Crc, round_number)
             continue
         if not rule.signs_only:
             state = {name: tensor[block.start : block.stop] for name, tensor in chunk_group.rule_state.items()}
@@ -144,9 +137,7 @@ def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float]
     to_bfloat16(direction_Crc.flatten(1), round_number, spans)
 
 
-def _update_matrices(
-    chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int, takes_shard: TakesShard | None
-) -> None:
+def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int) -> None:
     """Step 8 for a rule that needs whole matrices. U is the first of `pair_2Crc`; overwrites both tensors.
 
     On an accelerator, matrices of one shape are orthogonalised in batches.
@@ -158,10 +149,10 @@ def _update_matrices(
         number, parameter = piece.member.number, piece.member.parameter
         local = to_local(parameter.detach())
         U = part.reshape(local.shape)
-        if takes_shard is not None and takes_shard(number, U, round_number):
-            continue
         if U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
-            decay_and_add(local, scaled_direction(settings, U), decay, (round_number, number))
+            each = [settings.update(matrix, matrix.new_empty(0), {}) for matrix in U.view(-1, *U.shape[-2:])]
+            phi = torch.stack(each).view_as(U) if each else U
+            decay_and_add(local, phi.mul(-settings.lr), decay, (round_number, number))
         else:
             batches.setdefault(U.shape[-2:], []).append((local, U))
     for (rows, columns), matrices in batches.items():
@@ -175,16 +166,6 @@ def _update_matrices(
                 torch._foreach_mul_(targets, decay)
             directions = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
             torch._foreach_add_(targets, directions)
-
-
-def scaled_direction(settings: Hyperparameters, U: Tensor) -> Tensor:
-    """Returns -lr phi(U) of a whole matrix, or of a batch of them, for a rule that needs them whole."""
-    rule, spare = settings.update, U.new_empty(0)
-    if U.dim() == 2:
-        phi = rule(U, spare, {})
-    else:
-        phi = torch.stack([rule(matrix, spare, {}) for matrix in U]) if U.numel() else U
-    return phi.mul(-settings.lr)
 
 
 def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:

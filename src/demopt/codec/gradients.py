@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.rules import Rule
-from demopt.exchange.dtensor import to_local
+from demopt.exchange.dtensor import shard_of, to_local
 from demopt.kernels.gate import check_in_host_memory
 
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
@@ -138,10 +138,16 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
 
 
 def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError if an update rule needs matrices, or batches of them, and a parameter is neither."""
+    """Raises ValueError if an update rule needs whole matrices, or batches of them, and a parameter is neither."""
     for parameter in parameters if rule.whole_matrix else ():
         if parameter.dim() not in (2, 3):
             raise ValueError(
                 f"update {rule.name!r} is for matrices, and a parameter has shape {list(parameter.shape)}; give such "
                 "parameters a group of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
+            )
+        if shard_of(parameter)[1] > 1:
+            raise ValueError(
+                f"update {rule.name!r} needs whole matrices; a parameter of shape {list(parameter.shape)} is sharded "
+                "(FSDP2, tensor parallelism); take LocalDeMo around demopt.muon_adamw, whose Muon gathers them, or "
+                "update 'adamw' or 'signum'"
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace, subtract
-from demopt.codec.decompress import TakesShard, decompress, sum_and_encode
+from demopt.codec.decompress import decompress, sum_and_encode
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
@@ -136,9 +136,9 @@ class Owner(Route):
         owners = enumerate(zip(self.parts.layouts, rows, strict=True))
         return flags, _by_chunk_group([layout.checked(body, owner) for owner, (layout, body) in owners])
 
-    def apply(self, decoded: Decoded, round_number: int, takes_shard: TakesShard | None) -> None:
+    def apply(self, decoded: Decoded, round_number: int) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
-            decompress(chunk_group, answers, round_number, self.workspace, takes_shard)
+            decompress(chunk_group, answers, round_number, self.workspace)
         for number, sums in enumerate(self._sums):
             span, answers = self.spans[number], decoded[number]
             subtract(self.chunk_groups[number], sums, answers.chunks(span.start, span.stop))

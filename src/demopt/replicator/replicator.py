@@ -381,12 +381,7 @@ class Replicator:
         if not result.skipped:
             wiring, number = current.wiring, current.header.round_number
             with record_function("demopt.apply"):
-                if wiring.sharded is None:
-                    wiring.route.apply(result.decoded, number, None)
-                else:
-                    wiring.sharded.begin()
-                    wiring.route.apply(result.decoded, number, wiring.sharded.take)
-                    wiring.sharded.finish(number)
+                wiring.route.apply(result.decoded, number)
                 if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace, subtract, subtract_sent
-from demopt.codec.decompress import TakesShard, decompress
+from demopt.codec.decompress import decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
@@ -112,8 +112,8 @@ class Route(ABC):
         yield from ()
 
     @abstractmethod
-    def apply(self, decoded: Any, round_number: int, takes_shard: TakesShard | None) -> None:
-        """Updates the parameters of all chunk groups; `round_number` and `takes_shard` as in `decompress`."""
+    def apply(self, decoded: Any, round_number: int) -> None:
+        """Updates the parameters of all chunk groups; `round_number` as in `decompress`."""
 
     def subtract_sent(self, data: list[Tensor], decoded: Any = None, row: int = 0) -> None:
         """The rest of step 4: the coefficients in this rank's message, which all have applied, leave its momentum.
@@ -184,11 +184,11 @@ class Gather(Route):
         samples = tuple([header.samples for header in result.headers])  # they weigh signs of all
         return flags, [replace(each, samples=samples) for each in decoded]
 
-    def apply(self, decoded: Decoded, round_number: int, takes_shard: TakesShard | None) -> None:
+    def apply(self, decoded: Decoded, round_number: int) -> None:
         if self._judged:
             decoded = self._trusted(decoded)
         for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
-            decompress(chunk_group, coefficients, round_number, self.workspace, takes_shard)
+            decompress(chunk_group, coefficients, round_number, self.workspace)
 
     @cached_property
     def _judged(self) -> list[int]:

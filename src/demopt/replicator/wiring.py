@@ -12,11 +12,10 @@ from demopt.codec.compress import Workspace
 from demopt.codec.gradients import check_matrices
 from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.core.exact import guard_bits
-from demopt.exchange.dtensor import shard_groups, shard_of, to_local
+from demopt.exchange.dtensor import shard_groups, to_local
 from demopt.kernels.gate import check_in_host_memory
 from demopt.replicator.owner import Owner
 from demopt.replicator.route import Gather, Route
-from demopt.replicator.sharded import ShardedMatrices
 from demopt.validation import check_choice, check_count
 from demopt.wire.message import VERSION
 
@@ -110,7 +109,6 @@ class Wiring:
     route: Route
     reason: str  # for the choice of route
     shard_groups: dict[Any, str]  # process groups of ranks that hold shards of the same parameters
-    sharded: ShardedMatrices | None  # those whose rule needs whole matrices, if there are any
 
     @property
     def device(self) -> torch.device:
@@ -182,20 +180,12 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
             # take the new settings; and since the route is the same object, the ranks need no new handshake.
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.param_group]
-            if before.sharded is not None:
-                before.sharded.settings = settings
             return replace(before, inputs=inputs, settings=settings, texts=texts)
     numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
-    matrices = [
-        (number, parameter, group)
-        for number, (group, parameter) in enumerate(numbered)
-        if settings[group].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
-    ]
     parameters = [parameter for _, parameter in numbered]
-    sharded = ShardedMatrices(matrices, settings) if matrices else None
-    rest = reason, shard_groups(parameters), sharded
+    rest = reason, shard_groups(parameters)
     return Wiring(inputs, groups, parameters, settings, texts, tuple(chunk_groups), route, *rest)
 
 
