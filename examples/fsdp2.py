@@ -50,8 +50,6 @@ for step in range(arguments.steps):
     optimizer.step()
     if rank == 0 and (step + 1) % 10 == 0:
         sent, gradient = optimizer.stats.sent_bytes, 4 * sum(p.to_local().numel() for p in model.parameters())
-        print(
-            f"step {step + 1}: loss {loss.item():.3f}, {sent:,} bytes sent; the gradient of a shard has {gradient:,}"
-        )
+        print(f"step {step + 1}: loss {loss.item():.3f}, {sent:,} bytes sent; the gradient of a shard has {gradient:,}")
 
 dist.destroy_process_group()
