@@ -16,9 +16,11 @@ rank takes that of the old rank with the largest overlap.
 Shapes: W ranks before, W' ranks now.
 """
 
+from __future__ import annotations
+
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,12 +29,13 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.core.rules import RULE_STATE
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import shard_of
+from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
-from demopt.replicator.state import SAVED_BY, SavedParameter
 from demopt.validation import warn
 
 Entry = dict[str, Any]
@@ -46,6 +49,53 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
+_OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
+_OWN = ("momentum", "local", "start", SAVED_BY, *OF_OWNERS)
+# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" or "momentum" there. So the replicator's
+# parts have other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's.
+_FROM_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
+_FROM_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *OF_OWNERS)}
+_TO_LOCAL = {name: in_local for in_local, name in _FROM_LOCAL.items()}
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What an optimizer's state holds of one parameter: equal on all ranks, one rank's, and its inner optimizer's."""
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    inner: dict[str, Any]
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> SavedParameter:
+        """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
+        if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
+            return SavedParameter({}, {}, dict(entry))
+        names = _FROM_LOCAL if "global" in entry else {name: name for name in entry}
+        known = {names[given]: value for given, value in entry.items() if given in names}
+        own = {name: value for name, value in known.items() if name in _OWN}
+        shared = {name: value for name, value in known.items() if name not in _OWN}
+        return SavedParameter(shared, own, {name: value for name, value in entry.items() if name not in names})
+
+    def entry(self) -> dict[str, Any]:
+        """Writes it as an entry of a state."""
+        entry = {**self.inner, **{self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}}
+        if saved_by := SavedBy.of(entry):
+            entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()
+        return entry
+
+    def name_there(self, name: str) -> str:
+        """Returns the name that the entry has for a shared or own part."""
+        return _TO_LOCAL[name] if "global" in self.shared else name
+
+    @property
+    def of_replicator(self) -> dict[str, Any]:
+        """The replicator's part."""
+        return {name: each for name, each in {**self.shared, **self.own}.items() if name not in _OF_WEIGHTS}
+
+    def shared_entry(self) -> dict[str, Any]:
+        """What of the entry is equal on all ranks."""
+        return SavedParameter(self.shared, {}, {}).entry()
 
 
 # One rank's state, read
@@ -180,11 +230,11 @@ def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
     found, has_unmarked, lacks = set(), False, ""
     for parameter, saved in saved_of.items():
-        mark, entries = saved.own.get(SAVED_BY), len(saved.shared) + len(saved.own) + len(saved.inner)
-        if mark is not None:
-            found.add((tuple(mark[:4].tolist()), (rank, world_size, *shard_of(parameter))))
-            if not lacks and entries < int(mark[4]):
-                lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {int(mark[4])} entries"
+        saved_by, entries = SavedBy.of(saved.own), len(saved.shared) + len(saved.own) + len(saved.inner)
+        if saved_by:
+            found.add((saved_by[:4], (rank, world_size, *shard_of(parameter))))
+            if not lacks and entries < saved_by.entries:
+                lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {saved_by.entries} entries"
         else:
             has_unmarked = has_unmarked or entries > 0
     me = f"this is rank {rank} of {world_size}"
@@ -247,10 +297,7 @@ def _clean(state: StateDict) -> StateDict:
     """Leaves out the empty dicts that torch puts into a flattened state, and marks that are none."""
 
     def is_entry(name: str, value: Any) -> bool:
-        if name != SAVED_BY:
-            return not isinstance(value, dict) or bool(value)
-        is_mark = isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape == (5,) and not value.is_meta
-        return is_mark and 0 <= int(value[0]) < int(value[1])
+        return SavedBy.of({name: value}) is not None if name == SAVED_BY else not isinstance(value, dict) or bool(value)
 
     entries = state.get("state", {}).items()
     return {**state, "state": {n: {k: v for k, v in entry.items() if is_entry(k, v)} for n, entry in entries}}
@@ -263,8 +310,8 @@ def part_for(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     `old_size`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
     """
     if old_size is None:
-        marks = [entry[SAVED_BY] for state in states.values() for entry in state["state"].values() if SAVED_BY in entry]
-        old_size = max((int(mark[1]) for mark in marks), default=len(states))
+        marks = [SavedBy.of(entry) for state in states.values() for entry in state["state"].values()]
+        old_size = max((mark.world_size for mark in marks if mark), default=len(states))
         missing = [str(rank) for rank in range(min(old_size, len(states) + 1)) if rank not in states]
         if missing:
             raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
@@ -382,8 +429,8 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
                 # a rank whose local weights, or start, are the global weights has left them out
                 instead = {} if name == "momentum" else {name: chosen.shared["global"]}
                 own[name] = _mean([({**instead, **saved.own}[name], mine[old]) for old, saved in parts.items()])
-        if SAVED_BY in own:
-            own[SAVED_BY] = torch.tensor([rank, world_size, *own[SAVED_BY].tolist()[2:4]], device="cpu")
+        if saved_by := SavedBy.of(own):
+            own[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
         taken[number] = replace(chosen, own=own).entry()
     return {**states[largest], "state": taken}
 
@@ -427,8 +474,8 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
 
 def _check_alike(states: Sequence[StateDict]) -> None:
     for rank, state in enumerate(states):
-        marks = [entry[SAVED_BY] for entry in state["state"].values() if SAVED_BY in entry]
-        savers, counts = ({int(mark[place]) for mark in marks} for place in (0, 1))
+        marks = [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
+        savers, counts = {mark.rank for mark in marks}, {mark.world_size for mark in marks}
         if savers and savers != {rank}:
             raise ValueError(
                 f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all ranks "

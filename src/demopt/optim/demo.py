@@ -253,7 +253,7 @@ class DeMo(ReplicatedOptimizer):
         saved_of = read(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=False)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
-        self.replicator.restore(saved_of)
+        self.replicator.restore({parameter: saved.of_replicator for parameter, saved in saved_of.items()})
 
     # Copies
 

@@ -38,9 +38,8 @@ from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
-from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
-from demopt.state import check_sizes, read
+from demopt.state import SavedParameter, check_sizes, read
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
@@ -615,7 +614,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._inner.load(state_dict["param_groups"], inner)
         self._follow_inner(also=saved_of)
         global_of = self._weights.global_of
-        self.replicator.restore({global_of[local]: saved for local, saved in saved_of.items()})
+        self.replicator.restore({global_of[local]: saved.of_replicator for local, saved in saved_of.items()})
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 
 from demopt.exchange.dtensor import like_on, to_local
 from demopt.optim.staging import Staging
-from demopt.replicator.state import SavedParameter
+from demopt.state import SavedParameter
 from demopt.wire.checksum import fingerprint
 
 

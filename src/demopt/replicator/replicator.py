@@ -20,7 +20,7 @@ Shapes: W ranks, B bytes in a message.
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -36,10 +36,10 @@ from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
+from demopt.replicator.attach import State, attach
 from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
-from demopt.replicator.state import SavedParameter, State, attach
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import warn
 from demopt.wire.bits import pack_sections
@@ -586,12 +586,11 @@ class Replicator:
 
     # State
 
-    def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
+    def restore(self, entries: State) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
         self.rollback()
-        entries = {parameter: entry for parameter, each in saved.items() if (entry := each.of_replicator)}
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
-        self.state.update(entries)
+        self.state.update({parameter: entry for parameter, entry in entries.items() if entry})
         self.round_number = torch.zeros_like(self.round_number)
         self._wiring = None
         self.wiring()  # makes buffers, and copies the entries into them

@@ -1,10 +1,9 @@
-"""The state of parameters: what is saved of one, and the replicator's entries, views of a wiring's buffers."""
+"""The state of the replicator's parameters: views of a wiring's buffers, into which earlier entries are copied."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,55 +14,31 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.wiring import Wiring
 
 State = MutableMapping[Tensor, dict[str, Any]]
-SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards, entries
-_OF_OWNERS = (OWNER_ERROR, OWNER_START)
-_OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
-_OWN = ("momentum", "local", "start", SAVED_BY, *_OF_OWNERS)
-# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" or "momentum" there. So the replicator's
-# parts have other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's.
-_FROM_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
-_FROM_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *_OF_OWNERS)}
-_TO_LOCAL = {name: in_local for in_local, name in _FROM_LOCAL.items()}
+OF_OWNERS = (OWNER_ERROR, OWNER_START)
+SAVED_BY = "saved_by"  # in a parameter's state: `SavedBy`, as a tensor
 
 
-@dataclass(frozen=True)
-class SavedParameter:
-    """What an optimizer's state holds of one parameter: equal on all ranks, one rank's, and its inner optimizer's."""
+class SavedBy(NamedTuple):
+    """Whose a parameter's state is, and how many entries it has."""
 
-    shared: dict[str, Any]
-    own: dict[str, Any]
-    inner: dict[str, Any]
+    rank: int
+    world_size: int
+    shard: int  # of a parameter that is sharded inside a node
+    shards: int
+    entries: int
 
     @staticmethod
-    def of(entry: Mapping[str, Any]) -> SavedParameter:
-        """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
-        if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
-            return SavedParameter({}, {}, dict(entry))
-        names = _FROM_LOCAL if "global" in entry else {name: name for name in entry}
-        known = {names[given]: value for given, value in entry.items() if given in names}
-        own = {name: value for name, value in known.items() if name in _OWN}
-        shared = {name: value for name, value in known.items() if name not in _OWN}
-        return SavedParameter(shared, own, {name: value for name, value in entry.items() if name not in names})
+    def of(entry: Mapping[str, Any]) -> SavedBy | None:
+        """Reads it from a parameter's state, where it may be missing, or anything else."""
+        value = entry.get(SAVED_BY)
+        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != (5,) or value.is_meta:
+            return None
+        found = SavedBy(*value.tolist())
+        return found if 0 <= found.rank < found.world_size else None
 
-    def entry(self) -> dict[str, Any]:
-        """Writes it as an entry of a state."""
-        entry = {**self.inner, **{self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}}
-        if SAVED_BY in entry:
-            entry[SAVED_BY] = torch.tensor([*entry[SAVED_BY].tolist()[:4], len(entry)], device="cpu")
-        return entry
-
-    def name_there(self, name: str) -> str:
-        """Returns the name that the entry has for a shared or own part."""
-        return _TO_LOCAL[name] if "global" in self.shared else name
-
-    @property
-    def of_replicator(self) -> dict[str, Any]:
-        """The replicator's part."""
-        return {name: each for name, each in {**self.shared, **self.own}.items() if name not in _OF_WEIGHTS}
-
-    def shared_entry(self) -> dict[str, Any]:
-        """What of the entry is equal on all ranks."""
-        return SavedParameter(self.shared, {}, {}).entry()
+    def tensor(self) -> Tensor:
+        """Returns it as int64 [5]."""
+        return torch.tensor(self, device="cpu")
 
 
 def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
@@ -92,7 +67,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
         if state.get(parameter):
             entry = state[parameter]
             entry |= {"step": round_number, SAVED_BY: None}  # which counts as an entry, too
-            entry[SAVED_BY] = torch.tensor([*rank_and_size, *shard_of(parameter), len(entry)], device="cpu")
+            entry[SAVED_BY] = SavedBy(*rank_and_size, *shard_of(parameter), len(entry)).tensor()
 
 
 def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
@@ -105,7 +80,7 @@ def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wirin
             # Rounds apply the mean over the ranks of now, so the error enters this rank's momentum that many times.
             start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
             state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=rank_and_size[1])
-            state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
+            state[parameter] = {k: v for k, v in state[parameter].items() if k not in OF_OWNERS}
     for parameter, own in owned.items():
         _copy_into(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
         state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
@@ -121,10 +96,10 @@ def _alone_in_storage(rows: Tensor) -> Tensor:
 
 def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
     """Whether this rank owned the same chunks of a parameter before."""
-    if OWNER_ERROR not in entry or SAVED_BY not in entry:
+    if OWNER_ERROR not in entry or (saved_by := SavedBy.of(entry)) is None:
         return False
     same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
-    return same and tuple(entry[SAVED_BY][:2].tolist()) == rank_and_size
+    return same and saved_by[:2] == rank_and_size
 
 
 def _copy_into(value: Tensor | None, rows: Tensor) -> None:
