@@ -206,6 +206,19 @@ def test_state_of_an_inner_optimizer_for_a_frozen_parameter_loads() -> None:
         DeMo(problems.parameters([(8, 8), (4,)])).load_state_dict(before.state_dict())
 
 
+def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_came() -> None:
+    def local(frozen: bool = True) -> LocalDeMo:
+        params = problems.parameters([(8, 8), (4,)])
+        params[1].requires_grad_(not frozen)
+        return LocalDeMo(torch.optim.SGD(params, lr=0.1), process_group=SingleRank())
+
+    later = local(frozen=False)
+    later.param_groups[0]["params"][1].requires_grad_(False)
+    later.load_state_dict(local().state_dict())
+    later.load_state_dict(later.state_dict())
+    local().load_state_dict(later.state_dict())
+
+
 def test_load_state_dict_refuses_another_model() -> None:
     optimizer = problems.demo(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))

@@ -382,6 +382,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(bare):
     before, propose = others[0].digest, liar.run._propose
     liar.round()  # it waits for nobody
     assert (liar.run.decided.senders, liar.digest) == ([], before)
+    assert any("round 1: fewer than half of its members have sent a message" in text for text in liar.said)
     together([liar, *others], 2)  # its work counts then
     assert [sender.worker for sender in liar.run.decided.senders] == ["w0", "w1", "w2"]
 

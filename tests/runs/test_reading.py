@@ -61,6 +61,12 @@ def lost(bare: Store) -> set[int]:
 
 @hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=50))
 @hypothesis.settings(max_examples=max(60, hypothesis.settings.default.max_examples // 2))
+@hypothesis.example(  # a message of fewer than half of the members, whose worker then dies
+    [
+        *(("go", 0, 1), ("join", 0, 1), ("die", 0, 1), ("go", 0, 4), ("join", 0, 1)),
+        *(("go", 1, 1), ("join", 0, 1), ("go", 0, 1), ("go", 0, 1), ("go", 1, 1)),
+    ]
+)
 def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: list[Any]) -> None:
     read, gone = _play(actions)
     assert {*read} == {*range(TOTAL)}, "a number was never read"

@@ -2,19 +2,21 @@
 
 import copy
 import functools
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from stores import Through
-from test_folder_exchange import Counter, Worker, joined, times_applied
+from test_folder_exchange import Counter, Worker, joined, times_applied, together
 
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, SettingsError
+from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.inbox import ForkedError
+from demopt.runs.inbox import CoveredError, ForkedError
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import status_of
@@ -119,9 +121,14 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     other.optimizer.load_state_dict(state)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
         other.optimizer.join()
+    digest, weights = other.digest, Worker(store, 3)
     for wrong in ({"message": 3}, {"worker": None}, {"worker": "../w"}, {"sent": "[3]"}, {"forgotten 0": 3}):
-        with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
-            other.optimizer.load_state_dict({**state, "folder": {**state["folder"], **wrong}})
+        for worker in (other, weights):
+            with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
+                worker.optimizer.load_state_dict({**state, "folder": {**state["folder"], **wrong}})
+    assert other.digest == digest != weights.digest, "nothing has changed"
+    with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
+        Worker(None, 0, group=SingleRank()).optimizer.load_state_dict({**state, "folder": "text"})
 
 
 def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_restart() -> None:
@@ -135,7 +142,7 @@ def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_re
         dies.run._put(dies.run.sent)
         raise ForkedError("another manifest")
 
-    dies.run._require = fork
+    dies.run._require_round_before = fork
     dies.step()
     dies.step()
     state = copy.deepcopy(dies.optimizer.own_state_dict())
@@ -160,6 +167,36 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None
     again.optimizer.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 1 is another one in" in again.said[0]
+
+
+def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(store: Any) -> None:
+    first, second = joined(store, checkpoint_every=2)
+    together([first, second], 1)
+
+    def covered(*_: Any) -> Any:
+        second.run.asked_to_stop = lambda: True
+        raise CoveredError("covered")
+
+    second.run.results_of = covered  # type: ignore[method-assign]
+    for worker in (first, second):
+        worker.step()
+    threads = [threading.Thread(target=worker.step) for worker in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert second.run.row is not None
+    first.run.late = 0.0
+    state = second.optimizer.own_state_dict()
+    for _ in range(5):
+        first.round()
+        first.run.wait_for_uploads()
+    again = Worker(store, 1)
+    again.optimizer.load_state_dict(state)
+    again.optimizer.join()
+    assert again.digest == first.digest
+    assert not any("does not know" in text for text in again.said), again.said
+    assert all(entry["error"].any() for entry in again.optimizer.state.values())
 
 
 # Objects that are gone, of a run of four rounds with checkpoints after two and four

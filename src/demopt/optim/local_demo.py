@@ -540,7 +540,9 @@ class LocalDeMo(ReplicatedOptimizer):
         counters = {"local_steps": self.local_steps, "transform": transform}
         with_local = self.weights_differ
         for local, weight in self._weights.global_of.items():
-            error = SavedParameter.of(self.replicator.state.get(weight, {}))
+            if weight not in self.replicator.state:
+                continue  # it was frozen when a state was loaded
+            error = SavedParameter.of(self.replicator.state[weight])
             global_weight, own = self._weights.saved(local, with_local)
             shared = {**error.shared, "global": global_weight}
             shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
@@ -609,6 +611,8 @@ class LocalDeMo(ReplicatedOptimizer):
         check_sizes(state_dict, self.param_groups)
         settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
         saved_of = read(state_dict, self.param_groups, settings, whose, local=True)
+        kept = state_dict.get("folder") or {}
+        self._rounds.check_saved(kept)
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         self._inner.load(state_dict["param_groups"], inner)
@@ -618,10 +622,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
-        kept = state_dict.get("folder") or {}
         self._rounds.restore(kept)
         if kept.get("message") is not None and not self.replicator.options.background:
-            self.local_steps = 0  # they are in that message
+            self.local_steps = 0  # they are in that message, which is undecided, and whose content is in the error
 
     # Copies
 

@@ -122,7 +122,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
-        found: dict[str, Any] = super().state_dict()
+        found: dict[str, Any] = super().state_dict()  # of `self.state`, which LocalDeMo puts together from its parts
         state = found["state"].items()
         found["state"] = {n: {name: _apart(value) for name, value in entry.items()} for n, entry in state}
         return found

@@ -117,6 +117,11 @@ class Rounds:
         """Returns what a saved state has of the rounds, such as a message whose round is undecided."""
         return {}
 
+    def check_saved(self, saved: Any) -> None:
+        """Raises ValueError unless it is a result of `saved`."""
+        if not isinstance(saved, dict):
+            raise ValueError("the state's entry 'folder' is damaged")
+
     def restore(self, saved: dict[str, Any]) -> None:
         """Takes what `saved` returned, in another process, for the next `join`."""
 

@@ -129,10 +129,10 @@ class FolderExchange(VaryingExchange):
         self.decided: Manifest | None = None  # of the round before these weights
         self.since = time.monotonic()  # when it knew that
         self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
-        self.sent: Envelope | None = None  # the last one that was made
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
         # Its own:
+        self.sent: Envelope | None = None  # the last one that was made, for a fork
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
@@ -179,12 +179,12 @@ class FolderExchange(VaryingExchange):
         if self.total:
             self._read = {*takewhile(self._read.__contains__, self._holds)}
             reads = Reads(len(self._read), self.wanted, self.total)
-        message = Envelope(
+        envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
-        return Attached(message, self.decided, self.since)
+        return Attached(envelope, self.decided, self.since)
 
     # The run's data
 
@@ -245,7 +245,7 @@ class FolderExchange(VaryingExchange):
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
         if self._record is not None:
-            self._require(None)
+            self._require_round_before(None)
         record, mine = log.read_record(self.store) or self._record, ""
         if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
             gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
@@ -302,7 +302,7 @@ class FolderExchange(VaryingExchange):
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
 
-        It changes nothing that a trainer reads, because it may run in the background.
+        It changes nothing that a trainer reads, but counters, because it may run in the background.
         """
         began, number, decided = time.monotonic(), header.round_number, attached.decided
         mine, inbox = replace(attached.envelope, body=bytes_of(message)), Inbox(self, wiring, header, attached)
@@ -314,7 +314,7 @@ class FolderExchange(VaryingExchange):
         # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
         in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
-        calls: list[Callable[[], Any]] = [inbox.look, partial(self._require, decided)]
+        calls: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
         calls += [partial(self._put, mine)] if puts_at_once else []
         calls += [self._hears_stop] if reads_wish else []
         found = self._all(calls)
@@ -362,7 +362,7 @@ class FolderExchange(VaryingExchange):
                 time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 inbox.read_new(inbox.look, *([self._hears_stop] if now - put_at > _TOLD_AFTER else []))
                 waited_for = missing
-            elif any(inbox.unread()):  # what came first is read without another look, because the last one decides
+            elif any(inbox.unread()):  # the first time without another look: the worker that comes last decides
                 inbox.read_new(*([] if first else [inbox.look]))
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
@@ -414,6 +414,11 @@ class FolderExchange(VaryingExchange):
             self.say(
                 f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, lacks "
                 "this worker's message, which was there before; its work is sent again"
+            )
+        if not (manifest.senders or manifest.refused):
+            self.say(
+                f"round {manifest.round + 1}: fewer than half of its members have sent a message, so it moves nothing; "
+                "what they have sent counts later"
             )
         if outcome.error is None:
             self.decided = manifest
@@ -501,7 +506,7 @@ class FolderExchange(VaryingExchange):
         gone = f"{log.manifest_name(number)} can be neither written nor read in {self.store.address}"
         return put() or self.wait_for(lambda: read() or put(), gone)
 
-    def _require(self, decided: Manifest | None) -> None:
+    def _require_round_before(self, decided: Manifest | None) -> None:
         """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
 
         ForkedError if the round before is another one there.

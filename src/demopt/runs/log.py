@@ -175,9 +175,12 @@ def draft(
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
+    applied = (
+        heard if 2 * len(heard) >= len(members) else []
+    )  # of members before a stop ends all; `_manifest` reads others' so
     senders = [
         Sender(worker, digest_, sent.samples, sent.note)
-        for worker, (sent, digest_) in sorted((worker, messages[worker]) for worker in heard)
+        for worker, (sent, digest_) in sorted((worker, messages[worker]) for worker in applied)
     ]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(decided.seconds if decided else {}), **hellos}
@@ -187,7 +190,7 @@ def draft(
         run=author.run,
         round=author.round,
         author=author.worker,
-        senders=senders if 2 * len(senders) >= len(members) else [],  # as `_manifest` reads others'
+        senders=senders,
         refused=reasons,
         members={} if stop else members,
         seconds={} if stop else {worker: needs[worker] for worker in members if worker in needs},
@@ -195,7 +198,7 @@ def draft(
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        reading=_reading(author, decided, {} if stop else members, {worker: messages[worker][0] for worker in heard}),
+        reading=_reading(author, decided, {} if stop else members, {worker: messages[worker][0] for worker in applied}),
     )
 
 

@@ -126,7 +126,16 @@ class FolderRounds(Rounds):
         return {"run": run.record.identity, "sent": json.dumps([*self._sent]), **found}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """ValueError if it is damaged. The worker joins the run again."""
+        """Takes what `saved` returned. The worker joins the run again."""
+        self._sent, self._forgotten = self._read_saved(saved)
+        self._open, self._restored, self.run.joined = None, dict(saved), False
+
+    def check_saved(self, saved: Any) -> None:
+        super().check_saved(saved)
+        self._read_saved(saved)
+
+    def _read_saved(self, saved: dict[str, Any]) -> tuple[deque[tuple[int, str, str, bool]], list[log.Envelope]]:
+        """Returns a state's own messages, and the forgotten ones; ValueError if it is damaged."""
         message, texts = saved.get("message"), [saved.get(name, "") for name in ("run", "worker", "before", "sent")]
         try:
             named = all(isinstance(each, str) for each in texts) and log.NAME.fullmatch(texts[1] or "none")
@@ -135,12 +144,11 @@ class FolderRounds(Rounds):
             sent = [
                 (number, digest, name, is_in) for number, digest, name, is_in in json.loads(saved.get("sent", "[]"))
             ]
-            self._sent = deque(sent, _REMEMBERED)
             forgotten = [bytes_of(saved[name]) for name in saved if name.startswith("forgotten ")]
-            self._forgotten = [log.read_message("the saved message", each, texts[0]) for each in forgotten]
+            found = [log.read_message("the saved message", each, texts[0]) for each in forgotten]
         except (TypeError, ValueError, LookupError, AttributeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
-        self._open, self._restored, self.run.joined = None, dict(saved), False
+        return deque(sent, _REMEMBERED), found
 
     def _enter(self) -> None:
         """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
@@ -175,7 +183,7 @@ class FolderRounds(Rounds):
             return False
         self.exchange_and_apply()
         if self.run.last is not None and self.run.last.manifest.round == number:
-            self._meet_own(self.run.last.manifest)
+            self._drop_unsent(self.run.last.manifest)
         return True
 
     def _round_of(self, data: bytes, in_momentum: bool) -> Round:
@@ -199,7 +207,13 @@ class FolderRounds(Rounds):
         for place, (number, digest, *_) in enumerate(self._sent):
             if number == manifest.round and digest != manifest.digest and not self._recount(place, manifest):
                 self._say_lost([number])
-        if manifest.round >= self._saved_at and self.run.worker in [sender.worker for sender in manifest.senders]:
+        known = any((number, digest) == (manifest.round, manifest.digest) for number, digest, *_ in self._sent)
+        if manifest.round >= self._saved_at and not known:
+            self._drop_unsent(manifest)
+
+    def _drop_unsent(self, manifest: Manifest) -> None:
+        """Clears the error if a manifest has a message of this worker that is later than its state."""
+        if self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self.replicator.clear_momentum()
             self.keeps_steps, self._saved_at = False, math.inf
@@ -248,8 +262,8 @@ class FolderRounds(Rounds):
     def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
 
-        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. The last sender to
-        leave a run writes one, too.
+        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. Who leaves writes
+        one, too, as the first of the senders or where it is left out.
         """
         replicator = self.replicator
         if self._open is not None:
@@ -257,7 +271,7 @@ class FolderRounds(Rounds):
         current = replicator.round
         try:
             replicator.apply(replicator.exchange())
-        except CoveredError:  # the weights of a checkpoint, which `catch_up` takes, include the round
+        except CoveredError:  # `catch_up` meets this manifest again, and takes a checkpoint; weights and number wait
             replicator.mark_applied()
         except DriftError:  # of a manifest, so it is known whether this worker's message takes part
             replicator.mark_applied()

@@ -175,11 +175,9 @@ def _introduce(training: Training, resumed: checkpoint.Saved | None) -> None:
     if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
     if resumed and (old_size := resumed.settings["workers"]) != size:
-        tokens = config.tokens_per_step
-        report.say(
-            f"workers: {old_size} until now, {size} from here; a step takes {tokens:,} tokens instead of "
-            f"{tokens // size * old_size:,}, at the same learning rate"
-        )
+        tokens, before = config.tokens_per_step, config_of(resumed.settings).tokens_per_step
+        told = f"; a step takes {tokens:,} tokens instead of {before:,}, at the same learning rate"
+        report.say(f"workers: {old_size} until now, {size} from here{told if tokens != before else ''}")
 
 
 # The process
