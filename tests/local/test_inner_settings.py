@@ -103,32 +103,45 @@ def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_fin
     assert first == second
 
 
-def _refused(exchange: Exchange, change: Any, lr: Any = 0.1) -> str:
-    optimizer = make(exchange, copy.deepcopy(lr))
-    train(optimizer, range(3), exchange.rank)
+def _refused(exchange: Exchange, change: Any, lr: Any = 0.1, at: int = 3, delay: int = 0) -> str:
+    optimizer = make(exchange, copy.deepcopy(lr), delay=delay)
+    train(optimizer, range(at), exchange.rank)
     if exchange.rank == 1:
-        change(optimizer.inner[0].param_groups[0])
+        optimizer.sync_every = 3 if change is None else 2
+        (change or dict)(optimizer.inner[0].param_groups[0])
     try:
-        train(optimizer, range(3, 8), exchange.rank)
+        train(optimizer, range(at, 10), exchange.rank)
     except SettingsError as error:
         return str(error)
     return "nothing"
 
 
+GROUP = "inner param_groups[0]"
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     ("change", "lr", "said"),
     [
-        (lambda group: group.update(lr=0.2), 0.1, "['lr'] = 0.2 where rank 0 has 0.1"),
-        (lambda group: group.update(lr=torch.tensor(0.25)), torch.tensor(0.5), "['lr'] = 0.25 where rank 0 has 0.5"),
-        (lambda group: group["lr"].fill_(0.25), torch.tensor(0.5), "['lr'] = 0.25 where rank 0 has 0.5"),
-        (lambda group: group.update(d=1.0), 0.1, "['d'] = 1.0 where rank 0 has 1e-06"),
-        (lambda group: group.update(nesterov=True), 0.1, "['nesterov'] = True where rank 0 has False"),
-        (lambda group: group.update(tags=("a", 1)), 0.1, "['tags'] = ('a', 1.0) where rank 0 has nothing"),
+        (None, 0.1, "sync_every = 3 where rank 0 has 2"),
+        (lambda group: group.update(lr=0.2), 0.1, f"{GROUP}['lr'] = 0.2 where rank 0 has 0.1"),
+        (
+            lambda group: group.update(lr=torch.tensor(0.25)),
+            torch.tensor(0.5),
+            f"{GROUP}['lr'] = 0.25 where rank 0 has 0.5",
+        ),
+        (lambda group: group["lr"].fill_(0.25), torch.tensor(0.5), f"{GROUP}['lr'] = 0.25 where rank 0 has 0.5"),
+        (lambda group: group.update(d=1.0), 0.1, f"{GROUP}['d'] = 1.0 where rank 0 has 1e-06"),
+        (lambda group: group.update(nesterov=True), 0.1, f"{GROUP}['nesterov'] = True where rank 0 has False"),
+        (lambda group: group.update(tags=("a", 1)), 0.1, f"{GROUP}['tags'] = ('a', 1.0) where rank 0 has nothing"),
     ],
 )
-def test_changes_of_one_rank_between_steps_are_named(change: Any, lr: Any, said: str) -> None:
-    for told in ranks.threads(_refused, 2, change, lr):
-        assert told == f"rank 1 has inner param_groups[0]{said}"
+def test_a_setting_of_one_rank_is_named_at_the_first_step_and_where_it_changes(
+    change: Any, lr: Any, said: str, delay: int, at: int
+) -> None:
+    for told in ranks.threads(_refused, 2, change, lr, at, delay):
+        assert told == f"rank 1 has {said}"
 
 
 class Plain:

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import demopt
-import problems
-import ranks
-from demopt.exchange import Exchange
 
 
 class _Plain(nn.Module):
@@ -55,20 +52,3 @@ def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None
 def test_muon_groups_refuses_a_model_without_matrices() -> None:
     with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
-
-
-def _grouped(exchange: Exchange, cut: list[list[int]]) -> list[Tensor]:
-    """Parameters and momenta, in the order of `problems.FEW`; `cut` lists the parameters of each group."""
-    parameters = problems.parameters(problems.FEW)
-    groups = [{"params": [parameters[number] for number in numbers]} for numbers in cut]
-    optimizer = demopt.DeMo(groups, weight_decay=0.1, process_group=exchange, **problems.SMALL)
-    for step in range(3):  # gradients by the order of all parameters, not that of the groups
-        problems.set_gradients(parameters, step, exchange.rank)
-        optimizer.step()
-    return [p.detach() for p in parameters] + [optimizer.state[p]["momentum"] for p in parameters]
-
-
-@pytest.mark.parametrize("cut", [[[0], [1], [2], [3]], [[3, 2, 1, 0]], [[1], [3, 0], [2]]], ids=str)
-def test_cut_and_order_of_parameter_groups_do_not_matter(cut: list[list[int]]) -> None:
-    whole, parts = ranks.threads(_grouped, 2, [[0, 1, 2, 3]]), ranks.threads(_grouped, 2, cut)
-    assert all(problems.same(one, other) for one, other in zip(whole, parts, strict=True))

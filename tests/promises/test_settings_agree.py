@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, Lion, LocalDeMo, SettingsError
+from demopt import DeMo, Lion, SettingsError
 from demopt.exchange import Exchange
 
 OTHER: dict[str, Any] = {
@@ -180,41 +180,6 @@ def test_settings_changed_later_are_named_before_apply(what: str, said: str) -> 
 
 
 # LocalDeMo: the settings of its inner optimizers
-
-
-def _local(rank: int, world_size: int, what: str, at: int, delay: int) -> tuple[int, str]:
-    """The step at which a setting of rank 1, changed before step `at`, is noticed."""
-    parameters = problems.parameters(problems.FEW)
-    inner = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1, betas=(0.9, 0.95))
-    optimizer = LocalDeMo(inner, sync_every=2, delay=delay)
-    for step in range(10):
-        if step == at and rank == 1:
-            if what == "sync_every":
-                optimizer.sync_every = 3
-            else:
-                inner.param_groups[1][what] = {"lr": 0.2, "betas": (0.8, 0.95)}[what]
-        try:
-            problems.train(optimizer, [step], rank)
-        except SettingsError as error:
-            return step, str(error)
-    return -1, "nothing"
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize(
-    ("what", "at", "said"),
-    [
-        ("lr", 0, "rank 1 has inner param_groups[1]['lr'] = 0.2 where rank 0 has 0.1"),
-        ("lr", 3, "rank 1 has inner param_groups[1]['lr'] = 0.2 where rank 0 has 0.1"),
-        ("betas", 3, "rank 1 has inner param_groups[1]['betas'] = (0.8, 0.95) where rank 0 has (0.9, 0.95)"),
-        ("sync_every", 0, "rank 1 has sync_every = 3 where rank 0 has 2"),
-        ("sync_every", 2, "rank 1 has sync_every = 3 where rank 0 has 2"),
-    ],
-)
-def test_inner_settings_of_ranks_that_differ_are_named(what: str, at: int, said: str, delay: int) -> None:
-    for step, told in ranks.run(_local, 2, what, at, delay):
-        assert said in told
-        assert at <= step <= (at + 5 if at else 0)
 
 
 def test_inner_settings_are_compared_as_they_are_at_the_first_step() -> None:

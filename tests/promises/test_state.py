@@ -109,23 +109,6 @@ def test_state_resumes_bit_for_bit(
     assert {int(resumed.state[p]["step"]) for p in problems.all_parameters(resumed)} == {done + 3}
 
 
-@pytest.mark.parametrize("carrier", [None, *CARRIERS])
-def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None) -> None:
-    """Another copy of the momentum would not notice that the state was zeroed."""
-    optimizer = problems.demo()
-    problems.train(optimizer, range(2))
-    if carrier is not None:
-        optimizer = carrier(optimizer)
-    fresh = DeMo(problems.twins(optimizer), **problems.SMALL)
-    for entry in optimizer.state.values():
-        entry["momentum"].zero_()
-    for each in (optimizer, fresh):
-        problems.set_gradients(problems.all_parameters(each), step=7)
-    header = slice(64, None)  # which has the number of the step
-    assert torch.equal(optimizer.extract()[header], fresh.extract()[header])
-    assert problems.same(problems.momenta(optimizer), problems.momenta(fresh))
-
-
 @pytest.mark.parametrize("carrier", [None, by_file, copy.deepcopy])
 def test_files_of_an_optimizer_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """Plain pickle of an optimizer must be helped: views pickle their whole storage."""
