@@ -1,6 +1,6 @@
 """Checkpoints of a run: a folder per step, of torch.distributed.checkpoint (DCP), with a record of the run.
 
-The last two are kept. Connected ranks have these; a run in a folder has checkpoints of its own (`runs/weights.py`).
+The last two are kept. Connected ranks have these; those of a run in a folder are in `demopt/runs/weights.py`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Training:
 
 
 class Steps(Protocol):
-    """The steps of a worker: `Connected` in worker.py; in a folder, where workers come and go, runs/worker.py."""
+    """The steps of a worker: `Connected` in worker.py; in a folder, where workers come and go, train/runs/worker.py."""
 
     number: int  # the step that was drawn last
     tokens: int  # trained on so far, by all workers
