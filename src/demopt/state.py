@@ -264,7 +264,7 @@ def unmarked(state: StateDict) -> StateDict:
 
 
 def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: shared entries of `mine`, and in "ranks" each rank's own ones, by rank."""
+    """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own and inner ones, by rank."""
     shared = {number: SavedParameter.of(entry).shared_entry() for number, entry in mine["state"].items()}
     return {**mine, "state": shared, RANKS: states}
 
@@ -345,7 +345,7 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     exchange.await_all("consolidate_state_dict()")
     moved = -(exchange.sent_bytes + exchange.received_bytes)
     file = io.BytesIO()
-    torch.save(_own_entries(state), file)
+    torch.save(_unshared_entries(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(wiring.device))
     lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
@@ -373,8 +373,8 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, told
 
 
-def _own_entries(state: StateDict) -> StateDict:
-    """Returns a rank's own entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
+def _unshared_entries(state: StateDict) -> StateDict:
+    """Returns a rank's own and inner entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
     own: dict[Any, dict[str, Any]] = {}
     for number, entry in state["state"].items():
         shared = SavedParameter.of(entry).shared_entry()

@@ -146,7 +146,7 @@ class Replicator:
     # The wiring: settings, parameters and ranks
 
     def wiring(self) -> Wiring:
-        """Returns the wiring; makes it anew if groups, parameters, settings or ranks have changed since."""
+        """Returns the wiring; makes it anew, and attaches the state, if groups, settings or ranks have changed."""
         before, exchange = self._wiring, self.session.exchange
         inputs = Inputs.of(self.groups, self.options, exchange.rank, exchange.world_size)
         if before is not None and before.inputs == inputs:
@@ -249,7 +249,7 @@ class Replicator:
             self.session.agree(wiring, self.header)
         header = self.header(wiring)
         new, due = Round(wiring, header), self.options.fingerprint_due(header.round_number)
-        if due and header.round_number and header.world_size > 1 and self.session.has_met:
+        if due and header.round_number and header.world_size > 1 and self.session.has_met:  # a folder: in the envelope
             new.differing_copies = difference_of_copies(wiring, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
@@ -557,7 +557,7 @@ class Replicator:
         return new.message
 
     def mark_applied(self, detached: Round | None = None) -> None:
-        """Ends the round, or a detached one, as applied: weights that came from a peer or checkpoint include it."""
+        """Ends the round, or a detached one: what was sent leaves the momentum; weights and number come from a peer."""
         current = self._current() if detached is None else detached
         if detached is None:
             self.round = None

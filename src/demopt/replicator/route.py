@@ -43,7 +43,7 @@ class Result:
     version: int  # of the bytes of `messages`: a change in place raises torch's counter
     headers: list[RawHeader]
     decoded: Any = None
-    skipped: bool | None = None  # whether some rank's gradient was not finite; None: not checked yet
+    skipped: bool | None = None  # a gradient was not finite, or a folder's round has no sender; None: not checked yet
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -76,7 +76,7 @@ class Session:
         return self._agreed is wiring.route
 
     def agree(self, wiring: Wiring, header_of: Callable[[Wiring], Header]) -> None:
-        """Runs the handshake, if the layout of the wiring is new; its traffic is not metered."""
+        """Runs the handshake, if the layout of the wiring is new, unmetered. One rank, as in a folder, meets nobody."""
         self.settle(wiring)
         if self.has_agreed(wiring):
             return

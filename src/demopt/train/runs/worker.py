@@ -247,7 +247,7 @@ class Worker:
         return []
 
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
-        """Takes a local step, and finishes the round if it is due or nothing is left to read."""
+        """Takes a local step, and finishes a round if due or all is read. Returns whether `rows` may be reported."""
         run, row = self.run, rows[-1]
         self._sequences += self._step_sequences
         run.leaving = run.asked_to_stop() or self.number == self.config.steps
