@@ -59,9 +59,9 @@ class Stats:
 
     `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` count its traffic on the
     chosen route; `kept` is the number of coefficients in the message; `seconds` holds the host's time in "extract",
-    "exchange" and "apply"; `skipped` means that no rank applied anything because some rank's gradient was not finite;
-    `route` names the route and the reason for it; `consolidated_bytes` counts the traffic of `consolidate_state_dict`
-    since.
+    "exchange" and "apply"; `skipped` means that no rank applied anything, because some rank's gradient was not finite
+    or, in a folder, too few had sent; `route` names the route and the reason for it; `consolidated_bytes` counts the
+    traffic of `consolidate_state_dict` since.
 
     Examples:
         >>> Stats(payload_bytes=10).kept

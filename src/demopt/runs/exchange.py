@@ -315,10 +315,10 @@ class FolderExchange(VaryingExchange):
         in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
         calls: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
-        calls += [partial(self._put, mine)] if puts_at_once else []
         calls += [self._hears_stop] if reads_wish else []
+        calls += [partial(self._put, mine)] if puts_at_once else []
         found = self._all(calls)
-        mine = found[2] if puts_at_once else mine
+        mine = found[-1] if puts_at_once else mine
         put_at, waited_for = time.monotonic(), tuple[str, ...]()
         if (manifest := inbox.read_manifest()) is None:
             if not puts_at_once:

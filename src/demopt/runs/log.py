@@ -175,12 +175,11 @@ def draft(
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
-    applied = (
-        heard if 2 * len(heard) >= len(members) else []
-    )  # of members before a stop ends all; `_manifest` reads others' so
+    # Of the members before a stop ends all. `_manifest` reads others' manifests so.
+    applied = heard if 2 * len(heard) >= len(members) else []
     senders = [
-        Sender(worker, digest_, sent.samples, sent.note)
-        for worker, (sent, digest_) in sorted((worker, messages[worker]) for worker in applied)
+        Sender(worker, named, sent.samples, sent.note)
+        for worker, (sent, named) in ((worker, messages[worker]) for worker in sorted(applied))
     ]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(decided.seconds if decided else {}), **hellos}

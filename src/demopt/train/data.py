@@ -80,8 +80,8 @@ class Tokens:
         for number, row in enumerate(self.rows):
             here = max(0, (len(row) - length) // stride + 1)
             if index < here:
-                for file in self.files[number : number + 1]:
-                    file.check()
+                if self.files:
+                    self.files[number].check()
                 return row[index * stride : index * stride + length].astype(np.int64)
             index -= here
         raise IndexError(index)

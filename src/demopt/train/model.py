@@ -100,10 +100,7 @@ def _loaded(config: TrainConfig) -> Any:
     absent = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
     if absent:
         raise InputError(f"--model {folder}: its files lack {len(absent)} of the tensors, such as {absent[0]}")
-    for tensor in (
-        *model.parameters(),
-        *model.buffers(),
-    ):  # the files are mapped, and may be overwritten while it trains
+    for tensor in (*model.parameters(), *model.buffers()):  # mapped files, which may be overwritten while it trains
         tensor.data = tensor.data.clone()
     return model
 
