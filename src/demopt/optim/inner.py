@@ -9,11 +9,9 @@ of several elements are neither.
 import inspect
 import itertools
 import json
-import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -49,8 +47,8 @@ class InnerOptimizers:
         self._told = False  # that the state of an optimizer inside one is not saved
         if copy := self.copy_of_weights():
             raise TypeError(f"inner: {copy}, {NOT_MOVED}")
-        self.settings = GroupSettings()
-        self.settings.follow(self.groups)
+        self._settings: list[GroupSettings] = []
+        self._follow()
         self.watch()
 
     def watch(self) -> None:
@@ -81,6 +79,15 @@ class InnerOptimizers:
         """The parameter groups as they are now: loading a state into an optimizer replaces them."""
         return [group for each in self.optimizers for group in each.param_groups]
 
+    def _follow(self) -> list["GroupSettings"]:
+        """Takes over the changes between two steps, which are the user's, and new groups; returns the settings."""
+        groups = self.groups
+        del self._settings[len(groups) :]
+        self._settings += map(GroupSettings, groups[len(self._settings) :])
+        for settings, group in zip(self._settings, groups, strict=True):
+            settings.follow(group)
+        return self._settings
+
     @property
     def takes_closure(self) -> bool:
         """Whether there is one optimizer, whose step can compute the gradients itself, as that of SAM has to."""
@@ -88,14 +95,15 @@ class InnerOptimizers:
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Takes a step of each; of one that `takes_closure`, with a closure that computes the gradients."""
-        self.settings.follow(self.groups)
+        self._follow()
         self.is_stepping = True
         try:
             for each in self.optimizers:
                 each.step() if closure is None else each.step(closure)
         finally:
             self.is_stepping = False
-            self.settings.stepped()
+            for settings in self._settings:
+                settings.state.update(settings.changed())  # in the step, so by the optimizer
 
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
@@ -104,12 +112,8 @@ class InnerOptimizers:
         accelerator each look would wait for the device.
         """
         for each in self.optimizers:
-            varied = (
-                p
-                for group in each.param_groups
-                for p in group["params"]
-                if p.is_cpu and each.state.get(p) and varies(p)
-            )
+            on_cpu = (p for group in each.param_groups for p in group["params"] if p.is_cpu)
+            varied = (p for p in on_cpu if each.state.get(p) and varies(p))
             for parameter in itertools.islice(varied, 1):
                 for name, value in each.state[parameter].items():
                     if type(value) is Tensor and value.shape == parameter.shape and torch.equal(value, parameter):
@@ -123,7 +127,8 @@ class InnerOptimizers:
                 _zero(each.state)
             else:
                 each.state.clear()
-        self.settings.restart()
+        for settings in self._settings:
+            settings.restart()
 
     def facts(self, but: Collection[str] | None = None) -> dict[str, str]:
         """Returns the facts that ranks must share, by name: classes, and settings of groups.
@@ -131,16 +136,15 @@ class InnerOptimizers:
         With `but`: without these, and those that were added later, as schedulers do.
         """
         facts = {"inner": self.classes}
-        self.settings.follow(self.groups)
-        for number, name, text in self.settings.texts(added=but is None):
-            if name not in (but or ()):
-                facts[f"inner param_groups[{number}][{name!r}]"] = text
+        for number, settings in enumerate(self._follow()):
+            for name, value in settings.given.items():
+                if (but is None or (name in settings.first and name not in but)) and (text := text_of(value)):
+                    facts[f"inner param_groups[{number}][{name!r}]"] = text
         return facts
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Returns a copy of each parameter's entries, with the state that its optimizer keeps in the group."""
         found = {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
-        self.settings.follow(self.groups)
         for each in self.optimizers:
             held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer) and value.state]
             if held and held[0].state is not each.state and not self._told:
@@ -149,9 +153,9 @@ class InnerOptimizers:
                     f"{type(each).__name__} holds a {type(held[0]).__name__}, whose state is not in its own: it is not "
                     "saved, and begins anew after loading"
                 )
-        for number, group in enumerate(self.groups):
-            in_group = self.settings.packed_state(number)
-            for parameter in group["params"] if in_group is not None else ():
+        for settings in self._follow():
+            in_group = settings.packed_state()
+            for parameter in settings.group["params"] if in_group is not None else ():
                 if parameter in found:
                     found[parameter][IN_GROUP] = in_group
         return found
@@ -188,22 +192,26 @@ class InnerOptimizers:
 
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
         """Loads groups, with the entries of their parameters by number."""
-        packed = [[state[n][IN_GROUP] for n in group["params"] if IN_GROUP in state.get(n, {})] for group in groups]
-        groups = [{**group, **unpacked(each)} for group, each in zip(groups, packed, strict=True)]
+        in_groups = [_state_in(group, state) for group in groups]
+        loaded = []
+        for group, names in zip(groups, in_groups, strict=True):
+            loaded.append({**group, **{name: held[0] for name, held in names.items() if held}})
         entries = {n: {name: value for name, value in entry.items() if name != IN_GROUP} for n, entry in state.items()}
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
                 last = first + len(each.param_groups)
-                numbers = [number for group in groups[first:last] for number in group["params"]]
+                numbers = [number for group in loaded[first:last] for number in group["params"]]
                 mine = {number: entries[number] for number in numbers if entries.get(number)}
-                each.load_state_dict({"state": mine, "param_groups": groups[first:last]})
+                each.load_state_dict({"state": mine, "param_groups": loaded[first:last]})
                 first = last
         except BaseException:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
                 each.state, each.param_groups = state_before, groups_before
             raise
-        self.settings.loaded(self.groups, packed)
+        for settings, names in zip(self._settings, in_groups, strict=False):
+            settings.state.update(names)
+        self._follow()
 
 
 def _zero(state: Any) -> None:
@@ -260,107 +268,69 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
                     "and its results differ from those on whole matrices. Use "
                     "demopt.muon_adamw, which gathers each matrix once"
                 )
-        for parameter in [p for group in each.param_groups for p in group["params"]]:
-            if holders.setdefault(id(parameter), number) != number:
-                raise ValueError(
-                    f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
-                    f"{list(parameter.shape)}; give each parameter to one optimizer"
-                )
+            for parameter in group["params"]:
+                if holders.setdefault(id(parameter), number) != number:
+                    raise ValueError(
+                        f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
+                        f"{list(parameter.shape)}; give each parameter to one optimizer"
+                    )
     return found
 
 
 # Settings
 
 
-@dataclass
-class _Values:
-    """The values of one parameter group: those that the user gave, and all as they were when last looked at."""
+class GroupSettings:
+    """The settings of one parameter group, followed from step to step."""
 
-    group: Group
-    given: Group = field(default_factory=dict)
-    seen: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # with a mark, by which to see a change in place
-    state: set[str] = field(default_factory=set)  # the names of what the optimizer changes
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.first = {*group}  # the names that came with the group
+        self.given: Group = {}  # the values that the user gave
+        self.state: set[str] = set()  # the names of what the optimizer changes
+        self._seen: dict[str, tuple[Any, Any]] = {}  # values, with a mark, by which to see a change in place
 
-    def __post_init__(self) -> None:
-        self.first = {*self.group}
-
-    def changed(self) -> Iterator[tuple[str, Any]]:
-        """Yields what is new or has changed since the last call."""
-        before, self.seen = self.seen, {}
+    def changed(self) -> Group:
+        """Returns what is new or has changed since the last call."""
+        before, self._seen, found = self._seen, {}, {}
         for name, value in self.group.items():
             if name not in _NO_SETTINGS:
                 with suppress(RecursionError):  # a list that holds itself is no setting
-                    self.seen[name] = value, _mark(value)
-                    if name not in before or before[name][1] != self.seen[name][1]:
-                        yield name, value
+                    self._seen[name] = value, _mark(value)
+                    if name not in before or before[name][1] != self._seen[name][1]:
+                        found[name] = value
+        return found
 
-
-class GroupSettings:
-    """The settings of parameter groups, followed from step to step."""
-
-    def __init__(self) -> None:
-        self._values: list[_Values] = []
-
-    def follow(self, groups: list[Group]) -> None:
-        """Takes over the changes between two steps, which are the user's, and new groups."""
-        for number, group in enumerate(groups):
-            if number == len(self._values):
-                self._values.append(_Values(group))
-            each = self._values[number]
-            loaded, each.group = group is not each.group, group  # loading replaces the groups, with the state in them
-            for name, value in each.changed():
-                if not (loaded and name in each.state):
-                    each.given[name] = _copy(value)
-        del self._values[len(groups) :]
-
-    def stepped(self) -> None:
-        """Takes note, right after a step, of the changes in it, which are the optimizer's."""
-        for each in self._values:
-            each.state.update(name for name, _ in each.changed())
+    def follow(self, group: Group) -> None:
+        """Takes over the changes between two steps, which are the user's."""
+        loaded, self.group = group is not self.group, group  # loading replaces the groups, with the state in them
+        for name, value in self.changed().items():
+            if not (loaded and name in self.state):
+                self.given[name] = _copy(value)
 
     def restart(self) -> None:
-        """Sets the optimizers' state in the groups back to what the user gave."""
-        for each in self._values:
-            for name in each.state & {*each.group}:
-                if name in each.given:
-                    each.group[name] = _copy(each.given[name])
-                else:
-                    del each.group[name]
-            for _ in each.changed():
-                pass
+        """Sets the optimizer's state in the group back to what the user gave."""
+        for name in self.state & {*self.group}:
+            if name in self.given:
+                self.group[name] = _copy(self.given[name])
+            else:
+                del self.group[name]
+        self.changed()  # in this, which the user did not make
 
-    def texts(self, added: bool = True) -> Iterator[tuple[int, str, str]]:
-        """Yields the group's number, the name and the text of each setting; texts of 1, 1.0 and a tensor are equal.
-
-        `added`: also of those whose names came into the group later.
-        """
-        for number, each in enumerate(self._values):
-            for name, value in each.given.items():
-                if (added or name in each.first) and (text := text_of(value)):
-                    yield number, name, text
-
-    def packed_state(self, number: int) -> Tensor | None:
-        """Returns the names of the state in a group, with the values that are plain, for a saved state: uint8 [n]."""
-        each = self._values[number]
-        pairs = [(name, each.group.get(name)) for name in sorted(each.state)]
+    def packed_state(self) -> Tensor | None:
+        """Returns the names of the state in the group, with the values that are plain, for a saved state: uint8 [n]."""
+        pairs = [(name, self.group.get(name)) for name in sorted(self.state)]
         found = {name: [value] if isinstance(value, bool | int | float | str | None) else [] for name, value in pairs}
         return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 
-    def loaded(self, groups: list[Group], packed: Sequence[Sequence[Tensor]]) -> None:
-        """Takes over groups that were loaded; `packed` holds results of `packed_state` for each."""
-        for each, states in zip(self._values, packed, strict=False):
-            each.state.update(*map(_names, states[:1]))
-        self.follow(groups)
 
-
-def unpacked(packed: Sequence[Tensor]) -> Group:
-    """Returns the plain values of a group's state, which are this rank's own."""
-    return {name: value for state in packed[:1] for name, held in _names(state).items() for value in held}
-
-
-def _names(packed: Tensor) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = json.loads(bytes(packed.tolist()))
-    return found
+def _state_in(group: Group, state: Mapping[int, dict[str, Any]]) -> dict[str, list[Any]]:
+    """Returns what `packed_state` has saved with a group's parameters: names, each with its value if that is plain."""
+    for number in group["params"]:
+        if IN_GROUP in state.get(number, {}):
+            found: dict[str, list[Any]] = json.loads(bytes(state[number][IN_GROUP].tolist()))
+            return found
+    return {}
 
 
 def _copy(value: Any) -> Any:
@@ -389,11 +359,12 @@ def text_of(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         return repr(str.__str__(value))  # of an Enum of texts, too
-    whole = int(value) if isinstance(value, int) else None
-    if not isinstance(value, Real):
+    if isinstance(value, int):
+        value = int(value)  # of an Enum, too
+    elif not isinstance(value, Real):
         return ""
-    try:
+    with suppress(OverflowError):
         number = float(value) + 0.0  # -0.0 is 0.0
-    except OverflowError:
-        number = math.nan
-    return repr(number) if whole in (None, number) else repr(whole)
+        if number == value or not isinstance(value, int):
+            return repr(number)
+    return repr(value)  # a whole number with more digits than a float has
