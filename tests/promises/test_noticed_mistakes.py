@@ -8,6 +8,7 @@ that are evaluated, or lost; AdamW's learning rate for Muon; and calls of all ra
 import contextlib
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ import demopt
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import Codec
 from demopt.exchange import liveness
 
 
@@ -39,24 +39,28 @@ def _assert_told(told: list[str], *says: str) -> None:
         assert each in told[0]
 
 
+ADAMW = torch.optim.AdamW
+#: The optimizers of a model's matrices and biases.
+BESIDE: dict[str, Callable[[Any, Any], list[torch.optim.Optimizer]]] = {
+    "AdamW for biases": lambda matrices, biases: [problems.optimizer_of("DeMo", matrices), ADAMW(biases)],
+    "LocalDeMo, AdamW for biases": lambda matrices, biases: [LocalDeMo(ADAMW(matrices), sync_every=2), ADAMW(biases)],
+    "frozen biases": lambda matrices, biases: [problems.optimizer_of("DeMo", matrices)],  # noqa: ARG005
+    "LocalDeMo around two": lambda *both: [LocalDeMo([*map(ADAMW, both)], sync_every=2)],
+    "a model of AdamW's beside": lambda matrices, biases: [
+        problems.optimizer_of("DeMo", [*matrices, *biases]),
+        ADAMW(demopt.unsync(nn.Linear(2, 2)).parameters()),
+    ],
+}
+
+
 def _beside(rank: int, world_size: int, kind: str) -> list[str]:
     """The warnings of three steps of a model's optimizers."""
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(problems.draw(parameter.shape, number))
-    demopt.unsync(model)
-    matrices, others = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
-    apart = demopt.unsync(nn.Linear(2, 2))
-    for parameter in others if kind == "frozen biases" else ():
-        parameter.requires_grad_(False)
-    first: Any = DeMo(matrices if "biases" in kind else [*matrices, *others], **problems.SMALL)
-    if kind == "LocalDeMo, AdamW for biases":
-        first = LocalDeMo(torch.optim.AdamW(matrices), sync_every=2)
-    elif kind == "LocalDeMo around two":
-        first = LocalDeMo([torch.optim.AdamW(each) for each in (matrices, others)], sync_every=2)
-    second = {"AdamW for biases": others, "a model of AdamW's beside": apart.parameters()}.get(kind.rpartition(", ")[2])
-    optimizers, heard = [first, *([torch.optim.AdamW(second)] if second else [])], list[str]()
+    torch.manual_seed(0)
+    model = demopt.unsync(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)))
+    matrices, biases = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    for parameter in biases:
+        parameter.requires_grad_(kind != "frozen biases")
+    optimizers, heard = BESIDE[kind](matrices, biases), list[str]()
     for step in range(3):
         problems.set_gradients(model.parameters(), step, rank)
         for optimizer in optimizers:
@@ -67,15 +71,9 @@ def _beside(rank: int, world_size: int, kind: str) -> list[str]:
 BIASES = ("parameter '0.bias' and 1 more of the model that went through unsync can train", "demopt.muon_groups")
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        *((kind, BIASES) for kind in ("AdamW for biases", "LocalDeMo, AdamW for biases")),
-        *((kind, ()) for kind in ("frozen biases", "LocalDeMo around two", "a model of AdamW's beside")),
-    ],
-)
-def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind: str, says: tuple[str, ...]) -> None:
-    _assert_told(_told(_beside, kind), *says)
+@pytest.mark.parametrize("kind", BESIDE)
+def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind: str) -> None:
+    _assert_told(_told(_beside, kind), *(BIASES if kind.endswith("AdamW for biases") else ()))
 
 
 def _wrapped() -> tuple[torch.optim.Optimizer, LocalDeMo]:
@@ -119,13 +117,8 @@ def _backward(model: nn.Module, data: torch.Tensor) -> None:
     model(data).square().mean().backward()
 
 
-def _optimizer(model: nn.Module, method: str) -> torch.optim.Optimizer:
-    if method == "demo":
-        return DeMo(model.parameters(), **problems.SMALL)
-    inner = torch.optim.AdamW(model.parameters(), weight_decay=0.1)  # moves all ranks alike without gradients
-    return LocalDeMo(
-        inner, sync_every=1 + (method == "local"), top_k=24, delay=int(method != "local"), codec=Codec(chunk=16)
-    )
+#: Settings of optimizers; the weight decay of LocalDeMo's AdamW moves all ranks alike without gradients.
+METHODS: dict[str, dict[str, Any]] = {"DeMo": {}, "LocalDeMo": {}, "LocalDeMo, delay": {"sync_every": 1, "delay": 1}}
 
 
 def _steps(rank: int, world_size: int, kind: str, method: str) -> list[list[str]]:
@@ -134,7 +127,7 @@ def _steps(rank: int, world_size: int, kind: str, method: str) -> list[list[str]
     model: Any = nn.Linear(9, 4)
     if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
-    optimizer = _optimizer(model, method)
+    optimizer = problems.optimizer_of(method.partition(",")[0], model.parameters(), **METHODS[method])
     heard = []
     for step in range(3):
         data = problems.draw((5, 9), 0 if kind.startswith("the same data") else rank, step)
@@ -155,10 +148,10 @@ LATE = "the same data, first with zero gradients"  # as after a first step with 
 @pytest.mark.parametrize(
     ("kind", "method", "at"),
     [
-        *(("ddp", "demo", 0), ("the same data", "demo", 0)),
-        *((LATE, method, 1) for method in ("demo", "local", "local with delay")),
-        *(("ddp without its synchronisation", "demo", None), ("no gradients", "demo", None)),
-        *(("zero gradients", method, None) for method in ("demo", "local", "local with delay")),
+        *((kind, "DeMo", 0) for kind in ("ddp", "the same data")),
+        *((LATE, method, 1) for method in METHODS),
+        *((kind, "DeMo", None) for kind in ("ddp without its synchronisation", "no gradients")),
+        *(("zero gradients", method, None) for method in METHODS),
     ],
 )
 def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind: str, method: str, at: int | None) -> None:
@@ -186,23 +179,25 @@ def test_fsdp2_over_the_same_ranks_is_refused() -> None:
 # Buffers that nothing synchronises
 
 
-class Normed(nn.Sequential):
-    def __init__(self, *norms: nn.Module) -> None:
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(6, 4), *norms, nn.Linear(4, 2))
+#: The layers of a model, and the one that a warning names.
+NORMS: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
+    **dict.fromkeys(("unsync of a plain model", "muon_adamw", "muon_groups"), (lambda: _norms(nn.BatchNorm1d), "1")),
+    "unsync": (lambda: _norms(nn.BatchNorm1d), "module.1"),
+    "SyncBatchNorm": (lambda: _norms(nn.SyncBatchNorm), ""),
+    "frozen": (lambda: [norm.eval() for norm in _norms(nn.BatchNorm1d)], ""),
+    "without statistics": (lambda: [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)], ""),
+}
+
+
+def _norms(kind: Callable[[int], nn.Module]) -> list[nn.Module]:
+    return [kind(4), kind(4)]
 
 
 def _batch_norm(rank: int, world_size: int, how: str) -> list[str]:
-    """The warnings of construction, and of three steps."""
-    model: Any = Normed(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    if how == "SyncBatchNorm":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if how == "frozen":
-        for norm in list(model)[1:3]:
-            norm.eval()
-    if how == "without statistics":
-        model = Normed(nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4), nn.LayerNorm(4))
-    heard, made = list[str](), list[Any]()
+    """The warnings of construction; three steps cause none."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 4), *NORMS[how][0](), nn.Linear(4, 2))
+    made = list[Any]()
 
     def build() -> None:
         wrapped = DistributedDataParallel(model) if how == "unsync" else model
@@ -213,51 +208,31 @@ def _batch_norm(rank: int, world_size: int, how: str) -> list[str]:
         else:
             made.append(LocalDeMo(demopt.muon_adamw(wrapped, lr=0.1), sync_every=2))
 
-    heard += problems.warned(build)
-    before = len(heard)
+    heard = problems.warned(build)
     for step in range(3):
         problems.set_gradients(model.parameters(), step, rank)
-        heard += problems.warned(made[0].step)
-    assert len(heard) == before, "at construction"
+        assert problems.warned(made[0].step) == []
     return heard
 
 
-WHOSE = "whose running statistics every rank takes from its own", "demopt.broadcast_buffers(model)"
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("unsync", ("BatchNorm1d (module.1, 2 in all)", *WHOSE)),
-        *(
-            (how, ("BatchNorm1d (1, 2 in all)", *WHOSE))
-            for how in ("unsync of a plain model", "muon_adamw", "muon_groups")
-        ),
-        *((how, ()) for how in ("SyncBatchNorm", "frozen", "without statistics")),
-    ],
-)
-def test_batch_norm_warns_once_where_the_model_is_given(how: str, says: tuple[str, ...]) -> None:
-    _assert_told(_told(_batch_norm, how), *says)
-    assert not says or ranks.run(_batch_norm, 1, how) == [[]]
+@pytest.mark.parametrize("how", NORMS)
+def test_batch_norm_warns_once_where_the_model_is_given(how: str) -> None:
+    told, named = _told(_batch_norm, how), NORMS[how][1]
+    if not named:
+        assert told == []
+        return
+    whose = "whose running statistics every rank takes from its own", "demopt.broadcast_buffers(model)"
+    _assert_told(told, f"BatchNorm1d ({named}, 2 in all)", *whose)
+    assert ranks.run(_batch_norm, 1, how) == [[]]
 
 
 # Local weights
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.second(self.first(inputs).tanh())
-        return found
-
-
 def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:
     """The warnings of two evaluations after `at` steps of a LocalDeMo with a round every 2."""
     torch.manual_seed(0)
-    model: Any = Layers()
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     if how in ("DDP", "module of DDP"):
         model = demopt.unsync(DistributedDataParallel(model))
     elif how == "compiled":
