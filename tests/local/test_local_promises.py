@@ -303,7 +303,7 @@ BY_ITSELF = "which synchronizes the ranks itself"
         (lambda p: [torch.optim.SGD(p), torch.optim.AdamW(p)], {}, ValueError, r"inner\[0\] and inner\[1\] both have"),
         *((problems.SGD, settings, error, said) for settings, error, said in [
             ({"sync_every": 0}, ValueError, "sync_every is 0"),
-            ({"sync_every": 2.0}, TypeError, "sync_every is 2.0"),
+            ({"sync_every": 2.0}, TypeError, r"sync_every is 2\.0; give a whole number"),
             ({"error_decay": 1.1}, ValueError, "error_decay is 1.1"),
             ({"delay": 2}, ValueError, "delay is 2; give 0, or 1"),
             ({"route": "owner", "top_k": 9}, ValueError, "answers with signs of all .* top_k is 9: leave it out"),

@@ -49,12 +49,6 @@ def test_route_auto_of_other_pseudo_gradients_is_gather(settings: dict[str, Any]
         _local(64, route="owner", **settings)
 
 
-@pytest.mark.parametrize(("route", "says"), [("swarm", "route is 'swarm'.*'owner'"), (None, "route is None")])
-def test_unknown_route_is_refused(route: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        _local(2, route=route)
-
-
 def _demo(world_size: int, **settings: Any) -> str:
     exchange = problems.OneOf(0, world_size)
     optimizer = DeMo([Parameter(torch.zeros(64, 64))], process_group=exchange, **settings)
