@@ -10,7 +10,7 @@ import torch
 
 import ranks
 from demopt import cli
-from demopt.kernels import loader
+from demopt.kernels import gate
 
 # Started in the background, or by nohup, this process ignores SIGINT, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -55,11 +55,11 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture(params=["compiled", "torch"])
 def bits_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The compiled kernels, then torch operations alone, as where demopt was installed without a C compiler."""
-    loader.library.cache_clear()
+    gate.library.cache_clear()
     if request.param == "torch":
-        monkeypatch.setattr(loader, "LIBRARY", loader.LIBRARY.with_name("none"))
-    elif loader.library() is None:
+        monkeypatch.setattr(gate, "LIBRARY", gate.LIBRARY.with_name("none"))
+    elif gate.library() is None:
         pytest.skip("demopt was installed without a C compiler")
     yield str(request.param)
     monkeypatch.undo()
-    loader.library.cache_clear()
+    gate.library.cache_clear()

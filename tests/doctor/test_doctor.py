@@ -151,7 +151,7 @@ def test_slow_start_matters_on_long_links_alone(tmp_path: Path, monkeypatch: pyt
 
 
 def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("demopt.kernels.loader.library", lambda: None)
+    monkeypatch.setattr("demopt.kernels.gate.library", lambda: None)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

@@ -24,7 +24,7 @@ from demopt.core.rounding import decay_and_add
 from demopt.core.rules import sign
 from demopt.exchange import Exchange, SingleRank
 from demopt.kernels import step
-from demopt.kernels.loader import LIBRARY, library
+from demopt.kernels.gate import LIBRARY, library
 from demopt.kernels.step import Kernel, Received, received_signs, received_strongest
 from demopt.wire.coefficients import SignBits, encode_signs
 from demopt.wire.quantizers import scale_code
@@ -305,10 +305,10 @@ def test_stale_library_is_not_used(tmp_path: Path) -> None:
     with (tmp_path / "chunk.h").open("a") as source:
         source.write("/* changed */\n")
     script = (
-        "import warnings, pathlib; import demopt.kernels.loader as loader; "
-        f"loader.LIBRARY = pathlib.Path({str(tmp_path / 'cpu.so.1')!r}); loader.library.cache_clear(); "
+        "import warnings, pathlib; import demopt.kernels.gate as gate; "
+        f"gate.LIBRARY = pathlib.Path({str(tmp_path / 'cpu.so.1')!r}); gate.library.cache_clear(); "
         "caught = warnings.catch_warnings(record=True); log = caught.__enter__(); "
-        "print(loader.library(), log[0].message)"
+        "print(gate.library(), log[0].message)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None the CPU kernels are older than their sources; install demopt again"

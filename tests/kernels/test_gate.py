@@ -20,7 +20,7 @@ from demopt.core import transform
 from demopt.core.chunking import chunking
 from demopt.exchange import SingleRank
 from demopt.kernels import bits, step
-from demopt.kernels.loader import library
+from demopt.kernels.gate import library
 from demopt.kernels.step import Kernel, received_signs, received_strongest
 
 pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed without a C compiler")

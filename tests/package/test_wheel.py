@@ -20,7 +20,7 @@ STEP = """
 import shutil
 import torch
 import demopt
-from demopt.kernels.loader import library
+from demopt.kernels.gate import library
 parameter = torch.nn.Parameter(torch.ones(128, 64))
 optimizer = demopt.DeMo([parameter], lr=0.1)
 parameter.square().sum().backward()

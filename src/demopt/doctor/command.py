@@ -60,7 +60,7 @@ def doctor(
 def examine(towards: str, port: int, alone: bool) -> list[Finding]:
     """Checks this machine. `towards`: its address among the peers, or any in their network; `alone`: the only one."""
     from demopt.doctor.peers import VERSIONS
-    from demopt.kernels.loader import library
+    from demopt.kernels.gate import library
     from demopt.train.team import gloo_address, loopback_remedy
 
     found: list[Finding] = [(name, version, "") for name, version in VERSIONS.items()]

@@ -6,8 +6,7 @@ Shapes: W ranks, C chunks, K kept.
 import torch
 from torch import Tensor
 
-from demopt.kernels.gate import address, as_contiguous
-from demopt.kernels.loader import library
+from demopt.kernels.gate import address, as_contiguous, library
 
 
 def pack(values: Tensor, bits: int) -> Tensor:

@@ -1,9 +1,42 @@
-"""The gate before C, which trusts the addresses and sizes that it gets: all tensors pass here."""
+"""The gate before C: loads the compiled kernels, and checks all tensors, because C trusts addresses and sizes."""
 
+import ctypes
+import functools
+import hashlib
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("cpu.so.1")
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> Any:
+    """Returns the compiled C files of this folder, or None if demopt was installed without a C compiler.
+
+    Torch operations then do the same work, slower. A library that was built from another version of its sources, as
+    after editing an editable install, is not used.
+    """
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    loaded.demopt_source.restype = ctypes.c_char_p
+    texts = b"".join(path.read_bytes() for path in sorted(LIBRARY.parent.glob("*.[ch]")))
+    source = hashlib.blake2b(texts, digest_size=8).hexdigest()
+    if loaded.demopt_source().decode() != source:
+        warnings.warn("the CPU kernels are older than their sources; install demopt again", stacklevel=2)
+        return None
+    for name, numbers in (("pack", 2), ("unpack", 2), ("pack_unary", 4), ("unpack_unary", 3)):
+        function = getattr(loaded, f"demopt_{name}")
+        function.argtypes = [ctypes.c_void_p, *numbers * [ctypes.c_int64], ctypes.c_void_p]
+        function.restype = ctypes.c_int64 if name.endswith("unary") else None
+    loaded.demopt_level.restype = ctypes.c_int64
+    return loaded
 
 
 def address(

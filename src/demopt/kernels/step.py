@@ -17,8 +17,7 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.chunking import Chunking, matrix_of
-from demopt.kernels.gate import address, as_contiguous, check_apart
-from demopt.kernels.loader import library
+from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
@@ -309,17 +308,16 @@ class Kernel:
         sides = rows.struct.size, columns.struct.size
         momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, *sides))
         check_apart([momentum_Crc], alive)
+        members = ctypes.addressof(self._members), len(self._members)
+        job = _Extract(*members, self._chunks, momentum, rows.struct, columns.struct, *factors)
         if self._keep is None:
             found = _empty(self._chunks, self._length)
+            job.signs, job.codes = (address("coefficients", each, each.dtype) for each in found)
         else:
-            shape, dtypes = (self._chunks, self._keep), (torch.int64, torch.float32)
-            found = torch.empty(shape, dtype=dtypes[0], device="cpu"), torch.empty(shape, dtype=dtypes[1], device="cpu")
-        outputs = [address("coefficients", each, each.dtype) for each in found]
-        job = _Extract(
-            ctypes.addressof(self._members), len(self._members), self._chunks, momentum,
-            rows.struct, columns.struct, *factors,
-            *(outputs if self._keep is None else (None, None, self._keep, *outputs)),
-        )  # fmt: skip
+            positions = torch.empty(self._chunks, self._keep, dtype=torch.int64, device="cpu")
+            found = positions, torch.empty(self._chunks, self._keep, dtype=torch.float32, device="cpu")
+            job.positions, job.values = (address("coefficients", each, each.dtype) for each in found)
+            job.keep = self._keep
         run("extract", job, momentum_Crc.numel())
         del alive
         return found

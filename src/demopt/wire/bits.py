@@ -15,7 +15,7 @@ from torch import Tensor
 
 from demopt.core.constants import constant, masks, places
 from demopt.kernels import bits as kernels
-from demopt.kernels.loader import library
+from demopt.kernels.gate import library
 
 #: Reasons to refuse a message, each with bool [W, ...]: where it holds.
 Faults = list[tuple[str, Tensor]]
