@@ -13,7 +13,7 @@ from demopt import DeMo, LocalDeMo
 from demopt.codec.hyperparameters import Codec
 from demopt.errors import MessageError
 from demopt.wire import layout
-from demopt.wire.coefficients import Coefficients, SignBits, Strongest, unusable_codes, unusable_numbers
+from demopt.wire.coefficients import Coefficients, SignBits, Strongest, code_faults, number_faults
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section
 from demopt.wire.message import HEADER_BYTES
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_of
@@ -103,11 +103,11 @@ def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
 
 def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable() -> None:
     numbers = torch.tensor([1.0, -1e35, 1.0001e35, float("nan")], dtype=torch.float64)
-    assert unusable_numbers(numbers).tolist() == [False, False, True, True]
+    assert number_faults(numbers)[0][1].tolist() == [False, False, True, True]
     codes = torch.arange(1 << SCALE_BITS)
     allowed = (scale_of(codes) <= 1e35 / 127).tolist()
     assert 0 < sum(allowed) < 255 * 16  # some finite ones are too large
-    assert unusable_codes(codes.device).logical_not().tolist() == allowed
+    assert code_faults(codes)[0][1].logical_not().tolist() == allowed
 
 
 # Sizes of whole messages

@@ -48,7 +48,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
     """
     if values.is_cpu and library() is not None:
         return kernels.pack(values, bits)
-    apart = _apart(values, bits)
+    apart = each_bit(values, bits)
     return pack_bits(apart) if values.is_cpu else apart
 
 
@@ -80,7 +80,7 @@ def pack_bits(*planes: Tensor) -> Tensor:
     return packed
 
 
-def _apart(values: Tensor, bits: int) -> Tensor:
+def each_bit(values: Tensor, bits: int) -> Tensor:
     """Returns the lowest bits of integers [...], each alone, as bool [..., bits]; of booleans themselves."""
     if values.dtype == torch.bool:
         return values
@@ -89,7 +89,7 @@ def _apart(values: Tensor, bits: int) -> Tensor:
 
 def bits_of(packed: Tensor) -> Tensor:
     """Returns the bits of bytes uint8 [..., n], each alone, as bool [..., 8 n]."""
-    return _apart(packed, 8).flatten(-2)
+    return each_bit(packed, 8).flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -200,8 +200,7 @@ class IndexCode:
 @functools.lru_cache(maxsize=64)
 def _low_bits(low: int, count: int, device: torch.device) -> Tensor:
     """Returns bool [count, low]: the lowest bits of the numbers from 0 on, each alone."""
-    numbers = torch.arange(count, device="cpu")
-    return numbers.unsqueeze(1).bitwise_and(masks(low, numbers.dtype, numbers.device)).ne(0).to(device)
+    return each_bit(torch.arange(count, device="cpu"), low).to(device)
 
 
 @functools.lru_cache(maxsize=4096)

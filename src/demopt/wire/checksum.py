@@ -62,12 +62,13 @@ def fingerprint(tensors: list[Tensor]) -> int:
         flat = flat if not flat.numel() or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
         data = flat.view(torch.uint8)  # the stride of a single element may be anything
         sums += [checksum(padded(part)).reshape(1) for part in data.split(64 * BLOCK)]
-    devices = {each.device: None for each in sums}
-    on_host = {device: torch.cat([each for each in sums if each.device == device]).cpu() for device in devices}
-    left = {device: iter(found) for device, found in on_host.items()}  # one copy from each device, for all sums
     if not sums:
         return 0
-    return int(checksum(splitmix64(torch.stack([next(left[each.device]) for each in sums])))) % 2**64
+    on_host = torch.empty(len(sums), dtype=torch.int64, device="cpu")
+    for device in {each.device for each in sums}:  # one copy from each device, for all of its sums
+        there = [number for number, each in enumerate(sums) if each.device == device]
+        on_host[there] = torch.cat([sums[number] for number in there]).cpu()
+    return int(checksum(splitmix64(on_host))) % 2**64
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,13 +22,13 @@ from demopt.kernels import step as kernels
 from demopt.wire.bits import Faults, bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
-UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
+_UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
+#: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
+_LIMIT = 1e35  # also of float64, which float32 parameters may receive
 _LARGEST_LEVEL = 127
 _AT_ONCE = 1 << 18  # coefficients of a rank, whose signs are compared while they are in a cache
-#: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
-_TINY = torch.finfo(torch.float64).tiny
 _MEANS_AT_ONCE = 1 << 23  # coefficients
-_LIMIT = 1e35  # also of float64, which float32 parameters may receive
+_TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,7 @@ class Coefficients(ABC):
     names: ClassVar[tuple[str, ...]]
 
     @property
-    def world_size(self) -> int:
-        """W."""
+    def world_size(self) -> int:  # W
         return len(self.samples)
 
     @property
@@ -62,11 +61,12 @@ class Coefficients(ABC):
         first = parts[0]
         if len(parts) == 1:
             return first
-        joined: dict[str, Any] = {
-            name: torch.cat([part.tensors[name] for part in parts], dim) for name in first.tensors
-        }
-        samples = tuple(count for part in parts for count in part.samples) if dim == 0 else first.samples
-        return replace(first, top=None, samples=samples, **joined)
+        changed: dict[str, Any] = {"top": None}
+        if dim == 0:
+            changed["samples"] = tuple(count for part in parts for count in part.samples)
+        for name in first.tensors:
+            changed[name] = torch.cat([part.tensors[name] for part in parts], dim)
+        return replace(first, **changed)
 
     def chunks(self, start: int, stop: int) -> Coefficients:
         """Returns the coefficients of chunks [start, stop)."""
@@ -310,12 +310,17 @@ def _median(values_WC: Tensor) -> Tensor:
     return values_WC.sort(dim=0).values[(len(values_WC) - 1) // 2]
 
 
-def unusable_numbers(numbers: Tensor) -> Tensor:
+def number_faults(numbers: Tensor) -> Faults:
     """Returns where numbers are not finite, or so large that sums could be infinite."""
-    return (numbers.abs() <= _LIMIT).logical_not_()  # also of NaN
+    return [(_UNUSABLE, (numbers.abs() <= _LIMIT).logical_not_())]  # also of NaN
+
+
+def code_faults(codes: Tensor) -> Faults:
+    """Returns where values with scales of these codes could be such numbers."""
+    return [(_UNUSABLE, _unusable_codes(codes.device)[codes])]
 
 
 @functools.lru_cache(maxsize=16)
-def unusable_codes(device: torch.device) -> Tensor:
-    """Returns, by code of a scale, whether values could be such numbers: bool [4096]."""
-    return unusable_numbers(scale_of(torch.arange(1 << SCALE_BITS, device="cpu")) * _LARGEST_LEVEL).to(device)
+def _unusable_codes(device: torch.device) -> Tensor:
+    largest = scale_of(torch.arange(1 << SCALE_BITS, device="cpu")) * _LARGEST_LEVEL
+    return number_faults(largest)[0][1].to(device)

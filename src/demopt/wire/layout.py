@@ -14,16 +14,7 @@ from torch import Tensor
 from demopt.core.constants import places
 from demopt.core.exact import largest_exponents
 from demopt.wire.bits import Faults, IndexCode, Plane, bits_of, index_code, pack, unpack
-from demopt.wire.coefficients import (
-    UNUSABLE,
-    Coefficients,
-    SignBits,
-    Strongest,
-    encode_signs,
-    refuse,
-    unusable_codes,
-    unusable_numbers,
-)
+from demopt.wire.coefficients import Coefficients, SignBits, Strongest, code_faults, encode_signs, number_faults, refuse
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_plane
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
@@ -77,7 +68,7 @@ class Section:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """The chunks in spans that are encoded or decoded at once, which bounds memory."""
+        """The chunks in spans that are encoded or decoded at once, which bounds memory; without chunks an empty one."""
         return self._runs(_COEFFICIENTS_AT_ONCE)
 
     @cached_property
@@ -87,7 +78,7 @@ class Section:
 
     def _runs(self, coefficients: int) -> list[slice]:
         step = max(coefficients // self.keep // GRANULE, 1) * GRANULE
-        return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
+        return [slice(start, min(start + step, self.chunks)) for start in range(0, max(self.chunks, 1), step)]
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> list[Tensor]:
         """Encodes ascending positions (int64) and finite values as planes, for `pack_sections`.
@@ -98,7 +89,7 @@ class Section:
             signs_CS, scale_C = encode_signs(values_CK)
             return [scale_plane(scale_C), signs_CS.flatten()]
         encoded = []
-        for span in (self.spans if values_CK.is_cpu else self.device_spans) or [slice(0, 0)]:
+        for span in self.spans if values_CK.is_cpu else self.device_spans:
             encoded.append(self.index.encode(positions_CK[span]) + QUANTIZERS[self.values].encode(values_CK[span]))
         return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
 
@@ -116,7 +107,7 @@ class Section:
             codes = None
         elif codes_WC is None:
             codes = unpack(parts[split], SCALE_BITS, chunks)
-            faults.append((UNUSABLE, unusable_codes(codes.device)[codes]))
+            faults += code_faults(codes)
         else:
             codes = codes_WC[:, span]
         if self.all_signs:
@@ -130,7 +121,7 @@ class Section:
             faults = wrong + faults
         numbers = quantizer.numbers(parts[-1], chunks, self.keep)
         if codes is None:
-            faults.append((UNUSABLE, unusable_numbers(numbers)))
+            faults += number_faults(numbers)
         return Strongest(positions, numbers, length=self.length, codes=codes, samples=samples), faults
 
     def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
@@ -139,7 +130,7 @@ class Section:
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
         """
         parts: list[Coefficients] = []
-        for span in [slice(0, self.chunks)] if self.all_signs else self.spans or [slice(0, 0)]:
+        for span in [slice(0, self.chunks)] if self.all_signs else self.spans:
             part, faults = self.decode(data_WB, span)
             refuse(faults, rank)
             parts.append(part.compact())
@@ -220,11 +211,11 @@ class Layout:
             counts.append(0 if section.codes_at is None else section.chunks)
             coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
         codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
-        faults, found = [(UNUSABLE, unusable_codes(codes.device)[codes])], []
+        faults, found = code_faults(codes), []
         given = zip(datas, bits, codes.split(counts, -1), strict=True)
         for section, device, (data, mine, own) in zip(sections, devices, given, strict=True):
             here, parts = (data.to(device), mine.to(device), own.to(device)), []
-            for span in section.device_spans or [slice(0, 0)]:
+            for span in section.device_spans:
                 part, wrong = section.decode(here[0], span, *here[1:])
                 parts.append(part)
                 faults += wrong

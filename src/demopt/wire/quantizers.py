@@ -15,9 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from demopt.core.constants import masks
 from demopt.core.exact import EXPONENT_BITS, MANTISSA_BITS
-from demopt.wire.bits import Plane, pack, unpack
+from demopt.wire.bits import Plane, each_bit, pack, unpack
 
 SCALE_BITS = EXPONENT_BITS + MANTISSA_BITS
 _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops
@@ -112,8 +111,7 @@ def scale_plane(scale_C: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _bits_of_nearest(device: torch.device) -> Tensor:
     """Returns the bits of `_nearest_codes`."""
-    codes = _nearest_codes(torch.device("cpu")).unsqueeze(1)
-    return codes.bitwise_and(masks(SCALE_BITS, torch.int64, codes.device)).ne(0).to(device)
+    return each_bit(_nearest_codes(torch.device("cpu")), SCALE_BITS).to(device)
 
 
 @functools.lru_cache(maxsize=16)
