@@ -64,7 +64,7 @@ def build_app() -> Any:
     import typer
 
     import demopt
-    from demopt.doctor.command import doctor
+    from demopt.doctor import doctor
     from demopt.plan.command import plan
     from demopt.train.config import PRESETS
     from demopt.train.runs.command import export, join, replay, status, stop

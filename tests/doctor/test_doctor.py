@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C import _distributed_c10d
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from demopt.doctor import command, peers
-from demopt.doctor.command import doctor, examine, slow_start
-from demopt.doctor.peers import Pair, measure_pairs
+import demopt.doctor as module
+from demopt.doctor import Pair, doctor, examine, measure_pairs, slow_start
 from demopt.train import team
 from demopt.train.config import InputError
 from forked import free_port
@@ -30,7 +30,7 @@ def everywhere(machines: list[str], wait: float) -> list[list[Pair]]:
 
 @pytest.fixture(autouse=True)
 def _little_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "BULK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "BULK_SECONDS", 0.01)
 
 
 def test_every_pair_is_measured_and_all_machines_are_told() -> None:
@@ -56,7 +56,7 @@ def test_machine_that_does_not_answer_is_named(absent: str, monkeypatch: pytest.
                 super().wait(present, timedelta(seconds=100))
             super().wait(keys, timeout)
 
-    monkeypatch.setattr(peers, "TCPStore", WhenAllCame)
+    monkeypatch.setattr(_distributed_c10d, "TCPStore", WhenAllCame)
     for me, rows in zip(present, everywhere(present, wait=1), strict=True):
         faults = {(pair.source, pair.target): pair.fault for pair in rows}
         if absent == MACHINES[0]:
@@ -78,9 +78,9 @@ def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhe
                 raise RuntimeError("Connect timeout\nframes")
             super().__init__(PrefixStore(key, real), *rest)
 
-    monkeypatch.setattr(peers, "PrefixStore", lambda key, store: (key, store))
-    monkeypatch.setattr(peers, "ProcessGroupGloo", Group)
-    monkeypatch.setattr(peers, "_listening", lambda me: (me, elsewhere if me == MACHINES[2] else ""))
+    monkeypatch.setattr(_distributed_c10d, "PrefixStore", lambda key, store: (key, store))
+    monkeypatch.setattr(_distributed_c10d, "ProcessGroupGloo", Group)
+    monkeypatch.setattr(module, "_listening", lambda me: (me, elsewhere if me == MACHINES[2] else ""))
     for rows in everywhere(MACHINES, wait=60):
         faults = {(pair.source, pair.target): pair.fault for pair in rows if pair.fault}
         told = elsewhere or "allow all TCP between them (Connect timeout)"
@@ -93,14 +93,14 @@ def test_machine_without_a_route_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     def no_route(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(peers.socket, "create_connection", no_route)
-    monkeypatch.setattr(peers.time, "sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setattr(module.socket, "create_connection", no_route)
+    monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("waited"))
     (row,) = measure_pairs(MACHINES[1], MACHINES, free_port(), wait=1e6)
     assert os.strerror(number) in row.fault
 
 
 def test_raw_lines_of_torch_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    with peers.quiet():
+    with module.quiet():
         os.write(2, b"[W socket.cpp] The hostname of the client socket cannot be retrieved")
     os.write(2, b"shown")
     assert capfd.readouterr().err == "shown"
@@ -143,7 +143,7 @@ def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch: pytest.M
 
 
 def test_slow_start_matters_on_long_links_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_IDLE", tmp_path / "idle")
+    monkeypatch.setattr(module, "_IDLE", tmp_path / "idle")
     for setting, rtt_ms, remedy in (("1\n", 0.5, ""), ("1\n", 50, "sysctl -w net.ipv4.tcp_slow"), ("0\n", 50, "")):
         (tmp_path / "idle").write_text(setting)
         assert slow_start(rtt_ms)[2].startswith(remedy)
@@ -182,9 +182,9 @@ def test_gloo_listens_where_peers_reach_it(
     monkeypatch: pytest.MonkeyPatch, own: str, address: str, listens: str, elsewhere: str
 ) -> None:
     monkeypatch.delenv(team.INTERFACE, raising=False)
-    monkeypatch.setattr(peers.socket, "gethostbyname", lambda host: own if host == "me" else address)
-    monkeypatch.setattr(peers, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": own})
-    found, remedy = peers._listening("me")
+    monkeypatch.setattr(module.socket, "gethostbyname", lambda host: own if host == "me" else address)
+    monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": own})
+    found, remedy = module._listening("me")
     assert found == listens
     assert remedy.startswith(elsewhere)
     assert bool(remedy) == bool(elsewhere)
@@ -211,8 +211,8 @@ def test_doctor_tells_faults_and_the_plan_to_make(
     own: str, ways: list[Pair] | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named(monkeypatch, own)
-    monkeypatch.setattr(peers, "own_address", lambda peers: peers[0])
-    monkeypatch.setattr(peers, "measure_pairs", lambda *_: ways if ways else pytest.fail("measured"))
+    monkeypatch.setattr(module, "own_address", lambda peers: peers[0])
+    monkeypatch.setattr(module, "measure_pairs", lambda *_: ways if ways else pytest.fail("measured"))
     with socket.create_server(("", 0)) as taken:
         port = free_port() if ways else taken.getsockname()[1]
         assert doctor(peers=[*BOTH[0]], port=port) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,7 @@ from demopt.train.config import Given, InputError, TrainConfig, assemble, config
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from demopt.plan.costs import Plan
-    from demopt.plan.network import Case
+    from demopt.plan.costs import Case, Plan
 
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 MUCH = 0.3  # of a step in the exchange
@@ -51,9 +51,7 @@ def plan(
     train = assemble({}, config) if config else config_of({k: v for k, v in given.items() if v is not None})
     demo, local = _with_optimizer(train, "demo"), _with_optimizer(train, "local")
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
-    from demopt.plan.costs import make_plan, of_config, of_count
-    from demopt.plan.network import Case, Link
-    from demopt.plan.network import bandwidth as bits_of
+    from demopt.plan.costs import Case, Link, bits_of, make_plan, of_config, of_count
 
     link = Link(bits_of(bandwidth), latency / 1e3, backend) if bandwidth else None
     try:
@@ -77,7 +75,7 @@ def _show(plan: Plan, case: Case | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from demopt.plan.network import digits, verdict
+    from demopt.plan.costs import digits, verdict
 
     console, model, local = Console(highlight=False), plan.model, plan.local
     sizes = "" if str(model.parameters) in model.name.replace(",", "") else f": {model.parameters:,} parameters"
@@ -93,15 +91,17 @@ def _show(plan: Plan, case: Case | None) -> None:
             "(docs/parallelism.md)."
         )
     methods = list(next(iter(plan.calls.values())))
-    for title in ("MB received per step", "seconds per step") if case else ("MB received per step",):
+    tables: dict[str, Callable[[str, int], float]] = {
+        "MB received per step": lambda method, workers: plan.received_bytes(method, workers) / 1e6
+    }
+    if case:
+        tables["seconds per step"] = case.seconds
+    for title, figure in tables.items():
         table = Table(title=f"\n{title}", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
         for heading in ("workers", *methods):
             table.add_column(heading, justify="right", no_wrap=True)
         for workers in plan.calls:
-            figures = [plan.received_bytes(method, workers) / 1e6 for method in methods]
-            if case and title.startswith("seconds"):
-                figures = [case.seconds(method, workers) for method in methods]
-            table.add_row(f"{workers:,}", *map(digits, figures))
+            table.add_row(f"{workers:,}", *(digits(figure(method, workers)) for method in methods))
         console.print(table)
     demo_kept, local_kept = plan.kept
     sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
@@ -125,7 +125,7 @@ def _show(plan: Plan, case: Case | None) -> None:
 
 def _alternatives(console: Console, case: Case) -> None:
     """Prints what 10,000 steps take, and, where the exchange is much of a step, what takes less and at which loss."""
-    from demopt.plan.network import LOSS_ABOVE_DDP, digits
+    from demopt.plan.costs import LOSS_ABOVE_DDP, digits
     from demopt.train.screen import duration
 
     plan, workers = case.plan, next(iter(case.plan.calls))

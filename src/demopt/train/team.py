@@ -221,9 +221,13 @@ def loopback_remedy(address: str, first: str) -> str:
     """Returns the command that makes gloo listen where `first` reaches it; empty if `address` is not a loopback's."""
     if not address.startswith("127."):
         return ""
-    to_first = local_address(first)
-    name = next((name for name, own in interfaces().items() if own == to_first), "INTERFACE")
-    return f"export {INTERFACE}={name} on this machine"
+    return f"{listen_on(local_address(first))} on this machine"
+
+
+def listen_on(address: str) -> str:
+    """Returns the command that makes gloo listen on the interface that has this address."""
+    name = next((name for name, own in interfaces().items() if own == address), "INTERFACE")
+    return f"export {INTERFACE}={name}"
 
 
 def refuse_loopback(first: str) -> None:

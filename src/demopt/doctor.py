@@ -1,6 +1,7 @@
-"""Measures pairs of machines as a run would connect them: a store at the run's port, and gloo between each two.
+"""`demopt doctor`: checks this machine and its links to the other machines, with a remedy per obstacle.
 
-All machines run the same command. The first has the store, decides who is present, and pairs take turns, so that no two
+Links are measured as a run would connect the machines: a store at the run's port, and gloo between each two. All
+machines run the same command. The first has the store, decides who is present, and pairs take turns, so that no two
 measure at once.
 """
 
@@ -18,21 +19,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+import typer
 
 import demopt
 from demopt.errors import first_line
 from demopt.train.config import InputError
-from demopt.train.team import INTERFACE, gloo_address, interfaces
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+LONG_MS = 10.0  # a round trip of a long link
 PINGS = 10
 BULK_SECONDS = 1.0  # at least, of data in one go
 FIRST_BULK, MOST_BULK = 1 << 17, 1 << 30  # bytes
 TURN_SECONDS = 30.0  # at most, for a pair to connect, and for each of its messages
-VERSIONS = {"demopt": demopt.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+
+Finding = tuple[str, str, str]  # its name, the observation, and the remedy; empty if all is well
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,105 @@ class Pair:
     fault: str = ""
 
 
+def doctor(
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a machine, this one too; repeat, in the same order on all machines."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 60.0,
+) -> int:
+    """Find obstacles to a run between machines. Start it on all of them, with the same --peers."""
+    from demopt.train.team import require_connections
+
+    require_connections()
+    me = own_address(peers) if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere
+    found = examine(me, port, alone=len(peers or []) == 1)
+    faults = _show(found)
+    if peers and me == peers[0] and any(name.startswith("port") and remedy for name, _, remedy in found):
+        print("the links are measured when the port is free: the other machines connect to it")
+    elif peers and len(peers) > 1:
+        print(f"waiting up to {wait:.0f} s for the others: start the same command there ...")
+        with quiet():
+            pairs = measure_pairs(me, peers, port, wait)
+        faults += _show([_finding(pair) for pair in pairs])
+        reached = [pair for pair in pairs if not pair.fault]
+        trip = max((pair.rtt_ms for pair in reached), default=0.0)
+        faults += _show([slow_start(trip)] if reached else [])
+        if len(reached) == len(peers) * (len(peers) - 1):
+            slowest = min(pair.bits_per_second for pair in reached)
+            rate = f"{slowest / 1e9:.1f}Gbit" if slowest >= 1e9 else f"{slowest / 1e6:.2f}Mbit"
+            print(
+                "Does it pay? demopt plan --params YOURS --step-seconds YOURS "
+                f"--workers {len(peers)} --bandwidth {rate} --latency {trip:.2f}"
+            )
+    print(f"{faults} to fix" if faults else "nothing to fix")
+    return 1 if faults else 0
+
+
+def examine(towards: str, port: int, alone: bool) -> list[Finding]:
+    """Checks this machine. `towards`: its address among the peers, or any in their network; `alone`: the only one."""
+    from demopt.kernels.gate import library
+    from demopt.train.team import gloo_address, loopback_remedy
+
+    found: list[Finding] = [(name, version, "") for name, version in versions().items()]
+    lacking = "none, so steps are slower: install demopt again with a C compiler, or from a wheel that has them"
+    found.append(("CPU kernels", lacking if library() is None else "compiled", ""))
+    try:
+        address, why = gloo_address()
+        found.append(("gloo's address", f"{address} ({why})", "" if alone else loopback_remedy(address, towards)))
+    except InputError as error:
+        found.append(("gloo's address", "none", str(error)))
+    try:
+        socket.create_server(("", port)).close()
+        found.append((f"port {port}", "free", ""))
+    except OSError as error:
+        found.append((f"port {port}", error.strerror or "taken", "stop the listening program, or give --port"))
+    return found
+
+
+def slow_start(rtt_ms: float) -> Finding:
+    """Checks whether TCP starts slowly after a pause, which matters at long round trips."""
+    if rtt_ms < LONG_MS or not _IDLE.exists() or _IDLE.read_text().strip() == "0":
+        return "after a pause", f"TCP's slow start does not matter at {rtt_ms:.1f} ms, or is off", ""
+    return (
+        "after a pause",
+        f"TCP starts slowly again, which costs round trips of {rtt_ms:.0f} ms in each exchange",
+        "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on all machines",
+    )
+
+
+def _finding(pair: Pair) -> Finding:
+    way = f"{pair.source} -> {pair.target}"
+    if pair.fault:
+        return way, "no way", pair.fault
+    said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {pair.bits_per_second / 1e6:.0f} Mbit/s"
+    return way, said, f"it has {pair.unlike}: install the same version there" if pair.unlike else ""
+
+
+def _show(findings: list[Finding]) -> int:
+    """Prints findings; returns the number of those to fix."""
+    for name, found, remedy in findings:
+        print(f"{'FIX ' if remedy else 'ok  '} {name}: {found}")
+        if remedy:
+            print(f"     -> {remedy}")
+    return sum(bool(remedy) for _, _, remedy in findings)
+
+
+# Between machines
+
+
+def versions() -> dict[str, str]:
+    """Returns what must be equal on all machines."""
+    import torch
+
+    return {"demopt": demopt.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+
+
 def own_address(peers: list[str]) -> str:
     """Returns the one of the peers' addresses that is this machine's."""
+    from demopt.train.team import interfaces
+
     here, mine = set(interfaces().values()), []
     for peer in peers:
         try:
@@ -66,6 +170,8 @@ def own_address(peers: list[str]) -> str:
 
 def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pair]:
     """Takes part until all pairs are measured; returns them. Machines that never come are rows with a fault."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
     leads = me == peers[0]
     if not leads and (fault := _unreachable(peers[0], port, wait)):
         return [Pair(me, peers[0], fault=fault)]
@@ -74,7 +180,7 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
     except RuntimeError as error:
         raise InputError(f"port {port}: {first_line(error)}; stop the listening program, or give --port") from None
     listens, elsewhere = _listening(me)
-    store.set(me, json.dumps({"host": socket.gethostname(), "elsewhere": elsewhere, **VERSIONS}))
+    store.set(me, json.dumps({"host": socket.gethostname(), "elsewhere": elsewhere, **versions()}))
     if leads:  # decides who is present: all, or those that have come after `wait` seconds
         with suppress(RuntimeError):
             store.wait(peers, timedelta(seconds=wait))
@@ -114,6 +220,8 @@ def _listening(me: str) -> tuple[str, str]:
 
     As a run does, unless others surely cannot reach that: then on this machine's address among the peers.
     """
+    from demopt.train.team import gloo_address, listen_on
+
     own = socket.gethostbyname(me)
     try:
         address, _ = gloo_address()
@@ -121,8 +229,7 @@ def _listening(me: str) -> tuple[str, str]:
         return own, ""
     if address == own or (address.startswith("127.") and not own.startswith("127.")):
         return own, ""
-    name = next((name for name, each in interfaces().items() if each == own), "INTERFACE")
-    return address, f"gloo listens on {address} on {me}: export {INTERFACE}={name} there"
+    return address, f"gloo listens on {address} on {me}: {listen_on(own)} there"
 
 
 def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
@@ -135,6 +242,8 @@ def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
 
 def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
     """Measures a pair on both of its machines; returns a row for each direction."""
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [ProcessGroupGloo.create_device(listens)], timedelta(seconds=TURN_SECONDS)
     try:
@@ -148,7 +257,7 @@ def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, he
     rows = []
     for source, target, rate in ((one, other, rates[0]), (other, one, rates[1])):
         here, there = hellos[source], hellos[target]
-        unlike = ", ".join(f"{name} {there.get(name)}" for name in VERSIONS if there.get(name) != here.get(name))
+        unlike = ", ".join(f"{name} {there.get(name)}" for name in versions() if there.get(name) != here.get(name))
         rows.append(Pair(source, target, there["host"], rtt_ms, rate, unlike))
     return rows
 
@@ -168,6 +277,8 @@ def quiet() -> Iterator[None]:
 
 def _round_trip(pg: Any) -> float:
     """Returns the seconds of a byte there and back."""
+    import torch
+
     began, byte = time.perf_counter(), torch.zeros(1, dtype=torch.uint8)
     for sender in (0, 1):
         _pass(pg, byte, sender)
@@ -176,6 +287,8 @@ def _round_trip(pg: Any) -> float:
 
 def _bits_per_second(pg: Any, sender: int) -> float:
     """Sends twice as much each time, until it takes long enough to tell; the sender decides."""
+    import torch
+
     size, again = FIRST_BULK, torch.ones(1, dtype=torch.uint8)
     while True:
         data, began = torch.zeros(size, dtype=torch.uint8), time.perf_counter()
@@ -189,6 +302,6 @@ def _bits_per_second(pg: Any, sender: int) -> float:
         size *= 2
 
 
-def _pass(pg: Any, data: torch.Tensor, sender: int) -> None:
-    work = (pg.send if pg.rank() == sender else pg.recv)([data], 1 - pg.rank(), 0)
-    work.wait()
+def _pass(pg: Any, data: Tensor, sender: int) -> None:
+    call = pg.send if pg.rank() == sender else pg.recv
+    call([data], 1 - pg.rank(), 0).wait()

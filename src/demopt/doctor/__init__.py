@@ -1,1 +1,0 @@
-"""`demopt doctor`: finds obstacles to a run between machines, before the run."""
