@@ -65,7 +65,7 @@ def build_app() -> Any:
 
     import demopt
     from demopt.doctor import doctor
-    from demopt.plan.command import plan
+    from demopt.plan import plan
     from demopt.train.config import PRESETS
     from demopt.train.runs.command import export, join, replay, status, stop
 

@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=90)  # far longer than anything here takes
 def one_closes_and_the_other_waits(rank, world_size, port):
     import torchft
 
-    from demopt.integrations.quorum import QuorumExchange
+    from demopt.integrations.torchft import QuorumExchange
 
     whole = torchft.ProcessGroupGloo(timeout=TIMEOUT)
     whole.configure(f"localhost:{port}/members", str(rank), rank, world_size, 1)

@@ -17,7 +17,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan.costs import Case, Link, Model, Plan, equal_bandwidth, exchanged_bytes, make_plan, of_count
+from demopt.plan import Case, Link, Model, Plan, equal_bandwidth, exchanged_bytes, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
 
 

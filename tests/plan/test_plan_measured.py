@@ -7,7 +7,7 @@ from statistics import mean, median
 
 import pytest
 
-from demopt.plan.costs import LOSS_ABOVE_DDP, Call, Link
+from demopt.plan import LOSS_ABOVE_DDP, Call, Link
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "laboratory" / "results"
@@ -33,7 +33,7 @@ def test_most_measured_collectives_are_foreseen_within_a_quarter() -> None:
                 seconds = median(max(each) for each in zip(*(call["seconds"] for call in calls), strict=True))
                 foreseen = link.seconds([Call(calls[0]["call"], calls[0]["bytes"])], machines)
                 within.append(abs(foreseen / seconds - 1) <= 0.25)
-    assert (sum(within), len(within)) == (83, 98)  # as plan/costs.py and laboratory/records/network.md say
+    assert (sum(within), len(within)) == (83, 98)  # as plan.py and laboratory/records/network.md say
 
 
 def test_published_grid_of_diloco_is_foreseen_within_a_quarter() -> None:

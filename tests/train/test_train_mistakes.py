@@ -17,7 +17,7 @@ from demopt import cli
 from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, resolve
-from demopt.train.data import documents
+from demopt.train.data import find_files
 from demopt.train.method import refuse_if_too_large
 from demopt.train.model import save
 from demopt.train.out import OutFolder
@@ -61,7 +61,7 @@ def test_pipe_and_device_are_told_from_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", "/dev/null"):
         with pytest.raises(InputError, match="a pipe or a device, which is read once"):
-            documents(TrainConfig(data=[str(place)]))
+            find_files(TrainConfig(data=[str(place)]))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{"])

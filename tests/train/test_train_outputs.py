@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from train_runs import STEPS, metrics
 
 from demopt.exchange.meter import all_reduce_bytes
-from demopt.train import picture, report, screen
+from demopt.train import report, screen
 from demopt.train.config import InputError, TrainConfig, read_file
 from demopt.train.method import check_settings
 from demopt.train.out import OutFolder
@@ -232,9 +232,9 @@ def test_no_color_and_dumb_terminals_are_honoured(terminal, clock):
 def test_the_picture_shows_all_curves_and_survives_runs_without_losses():
     rows = [row_of(step, **({"val_loss": 3.0} if not step % 100 else {})) for step in range(1, 1001)]
     rows[5]["loss"] = None
-    tree = ElementTree.fromstring(picture.svg(rows, "a < b"))
+    tree = ElementTree.fromstring(report.svg(rows, "a < b"))
     lines = [each for each in tree if each.tag.endswith("polyline")]
     assert [len(line.get("points").split()) for line in lines] == [333, 10, 334, 334]
     assert "1000 rounds" in "".join(tree.itertext())
     for few in ([], [row_of(1, loss=None)], [row_of(1)]):
-        ElementTree.fromstring(picture.svg(few, "few"))
+        ElementTree.fromstring(report.svg(few, "few"))

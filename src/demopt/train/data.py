@@ -107,14 +107,23 @@ class Corpus:
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
-    """Reads --data: memory-maps token files, or encodes text."""
-    files = [file for name in config.data for file in _files(Path(name), config)]
+    """Reads --data: memory-maps token files, or encodes text. InputError if it is too little."""
+    files, left = find_files(config)
     tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
-    if tokens and len(tokens) < len(files):
+    if tokens and len(tokens) < len(files) + len(left):
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
-    source = _source(files)  # before minutes of reading, after which a file may be gone
-    corpus = _from_token_files(config, tokens) if tokens else _from_documents(config, documents(config))
-    return replace(_checked(config, corpus), source=source)
+    # Before minutes of reading, after which a file may be gone.
+    source = _source(files, left) if config.data else "the text of Python's standard library"
+    train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_documents(config, documents(files))
+    for name, part in (("training", train), ("validation", val)):
+        if not part.windows(_window(config)):
+            raise InputError(
+                f"--data: the {name} part has {len(part):,} tokens, fewer than a sequence of {config.sequence} and "
+                "its last target; give more text or a smaller --sequence"
+            )
+    if config.vocab_size is not None and config.vocab_size < size:
+        raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
+    return Corpus(train, val, size, _fingerprint(train, val), ratio, source)
 
 
 def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -164,43 +173,50 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 
     Duplicates are dropped, so that no document is on both sides. A single document is cut in two instead.
     """
-    by_hash = {hashlib.blake2b(text).digest(): text for text in texts}
+    by_hash = dict(sorted((hashlib.blake2b(text).digest(), text) for text in texts))
     if len(by_hash) == 1:
         (text,) = by_hash.values()
         cut = len(text) - max(1, int(len(text) * fraction))
         return [text[:cut]], [text[cut:]]
     left = fraction * sum(map(len, by_hash.values()))
     chosen = set()
-    for key in sorted(by_hash):
-        if len(by_hash[key]) <= left:
+    for key, text in by_hash.items():
+        if len(text) <= left:
             chosen.add(key)
-            left -= len(by_hash[key])
-    if not chosen:
-        chosen = {min(by_hash, key=lambda key: (len(by_hash[key]), key))}
-    ordered = sorted(by_hash)
-    return [by_hash[k] for k in ordered if k not in chosen], [by_hash[k] for k in ordered if k in chosen]
+            left -= len(text)
+    chosen = chosen or {min(by_hash, key=lambda key: len(by_hash[key]))}
+    kept = [text for key, text in by_hash.items() if key not in chosen]
+    return kept, [text for key, text in by_hash.items() if key in chosen]
 
 
 # Documents
 
 
-def documents(config: TrainConfig) -> list[bytes]:
-    """Returns the documents of --data, a folder sorted by name: one per file, or per line of JSON."""
+def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
+    """Returns the files of --data, each folder sorted by name: those to read, and those left out, without text."""
     if not config.data:
-        return [text for file in _standard_library() for text in _documents(file)]
-    found: list[bytes] = []
+        return _standard_library(), []
+    read: list[Path] = []
+    left: list[Path] = []
     for name in config.data:
-        files = _files(Path(name), config)
-        fits = [file for file in files if not unfit(file)]
-        if not fits:
-            why = f"{files[0].name} is {unfit(files[0])}" if files else "it is an empty folder"
-            raise InputError(f"--data {name}: no text in it: {why}")
-        found += [text for file in fits for text in _documents(file)]
-    return found
+        faults = {file: unfit(file) for file in _files(Path(name), config)}
+        if all(faults.values()):
+            first = next((f"{file.name} is {fault}" for file, fault in faults.items()), "it is an empty folder")
+            raise InputError(f"--data {name}: no text in it: {first}")
+        read += [file for file, fault in faults.items() if not fault]
+        left += [file for file, fault in faults.items() if fault]
+    return read, left
+
+
+def documents(files: list[Path]) -> list[bytes]:
+    """Returns the documents in files: one per file, or per line of JSON."""
+    return [text for file in files for text in _documents(file)]
 
 
 def unfit(file: Path) -> str:
-    """Returns what a file is instead of text; empty if it may be text."""
+    """Returns what a file is instead of text or tokens; empty if it may be these."""
+    if file.suffix in TOKEN_SUFFIXES:
+        return ""
     try:
         with file.open("rb") as opened:
             head = opened.read(8192)
@@ -246,12 +262,8 @@ def _documents(file: Path) -> Iterator[bytes]:
             )
 
 
-def _source(files: list[Path]) -> str:
+def _source(read: list[Path], left: list[Path]) -> str:
     """Returns the names and the size of the files that are read, and which are left out."""
-    if not files:
-        return "the text of Python's standard library"
-    left = [file for file in files if file.suffix not in TOKEN_SUFFIXES and unfit(file)]
-    read = [file for file in files if file not in left]
     more = f" and {len(read) - 2} more" if len(read) > 2 else ""
     size = decimal(sum(file.stat().st_size for file in read))
     out = f"; left out {len(left)} without text, such as {left[0].name}" if left else ""
@@ -340,38 +352,36 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
     return np.concatenate(rows) if rows else np.empty(0, dtype)
 
 
-def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer not in (None, "bytes") else None
+def _from_documents(config: TrainConfig, texts: list[bytes]) -> tuple[Tokens, Tokens, int, float | None]:
+    """Returns training and validation tokens, the size of the vocabulary, and the bytes per token."""
+    tokenizer: Any = load_tokenizer(config.tokenizer) if config.tokenizer not in (None, "bytes") else None
     chats = [text for text in texts if isinstance(text, Chat)]
     if chats and len(chats) < len(texts):
         raise InputError("--data mixes conversations with text; give one kind")
     if len(set(chats)) == 1:
         raise InputError("--data has one conversation; give at least two, one of them for validation")
-    train_texts, val_texts = split(texts, config.val_fraction)
+    parts = split(texts, config.val_fraction)
     if chats:
-        parts = [encode_chats(part, tokenizer, _window(config) - 1) for part in (train_texts, val_texts)]
-        assert tokenizer is not None
-        if not all((row >= 0).any() for row, _ in parts):
+        rows = [encode_chats(part, tokenizer, _window(config) - 1) for part in parts]
+        if not all((row >= 0).any() for row, _ in rows):
             raise InputError(f"--data: its conversations have no message of the role {ANSWERER}")
-        train, val = (Tokens((row,), starts) for row, starts in parts)
-        return Corpus(train, val, len(tokenizer), _fingerprint(train, val), None)
-    train, val = Tokens((encode(train_texts, tokenizer),)), Tokens((encode(val_texts, tokenizer),))
-    size = BYTE_VOCABULARY if tokenizer is None else len(tokenizer)
-    ratio = 1.0 if tokenizer is None else sum(map(len, val_texts)) / max(1, len(val))
-    return Corpus(train, val, size, _fingerprint(train, val), ratio)
+        train, val = (Tokens((row,), starts) for row, starts in rows)
+        return train, val, len(tokenizer), None
+    train, val = (Tokens((encode(part, tokenizer),)) for part in parts)
+    if tokenizer is None:
+        return train, val, BYTE_VOCABULARY, 1.0
+    return train, val, len(tokenizer), sum(map(len, parts[1])) / max(1, len(val))
 
 
-def _from_token_files(config: TrainConfig, files: list[Path]) -> Corpus:
+def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, None]:
     mapped = tuple(Mapped(file, file.stat()) for file in files)
     rows = [_map_tokens(file) for file in files]
     cuts = [len(row) - max(1, int(len(row) * config.val_fraction)) for row in rows]
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     if config.tokenizer in (None, "bytes", config.model):
-        size = 1 + max(int(row.max(initial=0)) for row in rows)
-    else:
-        size = len(load_tokenizer(config.tokenizer))
-    return Corpus(train, val, size, _fingerprint(train, val), None)
+        return train, val, 1 + max(int(row.max(initial=0)) for row in rows), None
+    return train, val, len(load_tokenizer(config.tokenizer)), None
 
 
 def _map_tokens(file: Path) -> NDArray[Any]:
@@ -385,19 +395,6 @@ def _map_tokens(file: Path) -> NDArray[Any]:
     if least < 0 or most > MOST_TOKEN:
         raise InputError(f"--data {file}: holds numbers from {least} to {most}; tokens go from 0 to {MOST_TOKEN}")
     return row
-
-
-def _checked(config: TrainConfig, corpus: Corpus) -> Corpus:
-    length = _window(config)
-    for name, tokens in (("training", corpus.train), ("validation", corpus.val)):
-        if not tokens.windows(length):
-            raise InputError(
-                f"--data: the {name} part has {len(tokens):,} tokens, fewer than a sequence of {config.sequence} and "
-                "its last target; give more text or a smaller --sequence"
-            )
-    if config.vocab_size is not None and config.vocab_size < corpus.vocab_size:
-        raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {corpus.vocab_size}")
-    return corpus
 
 
 def _window(config: TrainConfig) -> int:
