@@ -86,11 +86,12 @@ class ChunkGroup:
         rows, columns = (basis(key.transform, side, key.dtype, device) for side in key.chunk_shape)
         self.bases = self.inverse_bases = (rows, columns)
         self.basis_unit = 1.0
+        self.largest_level: int | None = None  # None: decoding runs in floats
         if key.exact:
             rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
             self.inverse_bases = (rows, columns)
             self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
-        self.largest_level = QUANTIZERS[key.values].largest_level
+            self.largest_level = QUANTIZERS[key.values].largest_level
         self.kernel: Kernel | None = None  # None: torch operations
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
             chunkings = [member.chunking for member in members]

@@ -24,19 +24,17 @@ class Workspace:
     """Two buffers of one block, kept from step to step, because allocating them costs more than filling them."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def pair(self, chunk_group: ChunkGroup, chunks: int) -> Tensor:
         """Returns two tensors in one, [2, chunks, r, c], with undefined contents."""
-        key = chunk_group.key
-        elements = chunks * key.length
+        key, elements = chunk_group.key, chunks * chunk_group.key.length
         if key.device.type != "cpu":  # its allocator keeps memory itself, and lends it to backward between steps
             return torch.empty(2, chunks, *key.chunk_shape, dtype=key.dtype, device=key.device)
-        buffer = self._buffers.get((key.dtype, key.device))
+        buffer = self._buffers.get(key.dtype)
         if buffer is None or buffer.shape[1] < elements:
             most = max(chunk_group.block_chunks * key.length, elements)
-            buffer = torch.empty(2, most, dtype=key.dtype, device=key.device)
-            self._buffers[key.dtype, key.device] = buffer
+            buffer = self._buffers[key.dtype] = torch.empty(2, most, dtype=key.dtype, device="cpu")
         return buffer[:, :elements].view(2, chunks, *key.chunk_shape)
 
 

@@ -53,10 +53,9 @@ def decompress(
             _direction_by_sign(chunk_group, part, pair_2Crc)
         else:
             invert(chunk_group, part, pair_2Crc)
-        if rule.whole_matrix:
-            _update_matrices(chunk_group, block, pair_2Crc, round_number)
-            continue
-        if not rule.signs_only:
+            if rule.whole_matrix:
+                _update_matrices(chunk_group, block, pair_2Crc, round_number)
+                continue
             state = {name: tensor[block.start : block.stop] for name, tensor in chunk_group.rule_state.items()}
             rule(pair_2Crc[0], pair_2Crc[1], state)
         update_parameters(chunk_group, block, pair_2Crc, round_number)
@@ -82,11 +81,12 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
     sums_CN = torch.empty_like(errors_CN)
     if chunk_group.inverter is not None:
         return sums_CN, sign_planes(*kernels.answer(_received(chunk_group, received), errors_CN, sums_CN))
-    largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
         part = received.chunks(start, start + chunk_group.block_chunks)
-        units_C = part.aggregate("mean", largest_level, here.unsqueeze(0))  # of the pair, signs need no spare
+        units_C = part.aggregate(
+            "mean", chunk_group.largest_level, here.unsqueeze(0)
+        )  # of the pair, signs need no spare
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)
@@ -203,5 +203,5 @@ def _aggregate(
     chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool = False
 ) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, in the returned units [C]."""
-    largest_level = chunk_group.largest_level if chunk_group.key.exact else None
-    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair_2Crc.flatten(2), by_sign)
+    reduction, level = chunk_group.settings.reduction, chunk_group.largest_level
+    return coefficients.aggregate(reduction, level, pair_2Crc.flatten(2), by_sign)

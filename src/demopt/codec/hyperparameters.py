@@ -118,22 +118,20 @@ class Hyperparameters:
     def of(group: Mapping[str, Any]) -> "Hyperparameters":
         """Reads a parameter group; ValueError or TypeError if a value is not allowed."""
         found = {name: _CHECKS[name](name, value) for name, value in group.items() if name in NAMES}
-        top_k, chunk = found.get("top_k", 1), found.get("chunk", 1)
-        if found.get("momentum_decay") == 1 and found.get("gradient_scale") != "sum":
+        made = Hyperparameters(**found)
+        top_k, chunk, values = made.top_k, made.chunk, made.values
+        if made.momentum_decay == 1 and not made.momentum_is_error:
             raise ValueError("momentum_decay is 1.0; it must lie in [0, 1)")
-        if top_k is None:
-            if found.get("values", "sign") != "sign":
-                raise ValueError(f"top_k=None sends the signs of all coefficients; values is {found['values']!r}")
-        elif "chunk" in found and top_k > chunk * chunk:
+        if top_k is None and values != "sign":
+            raise ValueError(f"top_k=None sends the signs of all coefficients; values is {values!r}")
+        if top_k is not None and top_k > chunk * chunk:
             raise ValueError(
                 f"top_k is {top_k}, but a {chunk} x {chunk} chunk has {chunk * chunk} coefficients; "
                 f"top_k={chunk * chunk} sends them all"
             )
-        if found.get("exact") is True and not QUANTIZERS[found["values"]].largest_level:
-            raise ValueError(
-                f"exact=True needs integers on the wire: values 'sign' or '2-bit', not {found['values']!r}"
-            )
-        return Hyperparameters(**found)
+        if made.exact and not QUANTIZERS[values].largest_level:
+            raise ValueError(f"exact=True needs integers on the wire: values 'sign' or '2-bit', not {values!r}")
+        return made
 
     @cached_property
     def momentum_is_error(self) -> bool:

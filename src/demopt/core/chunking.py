@@ -62,6 +62,5 @@ def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunki
     """
     matrix = matrix_of(shape)
     chunk_shape = (chunk_side(matrix[0], chunk, rule), chunk_side(matrix[1], chunk, rule))
-    if math.prod(matrix) == 0:
-        return Chunking(matrix, chunk_shape, (0, 0))
-    return Chunking(matrix, chunk_shape, (math.ceil(matrix[0] / chunk_shape[0]), math.ceil(matrix[1] / chunk_shape[1])))
+    grid = (math.ceil(matrix[0] / chunk_shape[0]), math.ceil(matrix[1] / chunk_shape[1]))
+    return Chunking(matrix, chunk_shape, grid if all(matrix) else (0, 0))

@@ -122,7 +122,7 @@ class Coefficients(ABC):
         """
 
     @abstractmethod
-    def received(self, largest_level: int, reduction: str) -> kernels.Received:
+    def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
         """Returns integers as kernels take them."""
 
     @abstractmethod
@@ -192,8 +192,9 @@ class Strongest(Coefficients):
         integers = self.numbers, self.codes
         return exact.aggregate_integers(positions_WCK, integers, largest_level, reduction, pair_2CN, by_sign, self.top)
 
-    def received(self, largest_level: int, reduction: str) -> kernels.Received:
+    def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
         assert self.codes is not None
+        assert largest_level is not None
         return kernels.received_strongest(self.positions, self.numbers, self.codes, largest_level, reduction)
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
@@ -266,7 +267,7 @@ class SignBits(Coefficients):
         aggregate_dense(self.values, weights, pair_2CN[0])
         return None
 
-    def received(self, largest_level: int, reduction: str) -> kernels.Received:
+    def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
         del largest_level, reduction
         return kernels.received_signs(self.signs, self.codes, exact.weights_of(self.samples))
 

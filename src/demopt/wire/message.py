@@ -105,17 +105,14 @@ def read_headers(messages: Tensor, faults_W: Tensor | None = None) -> list[RawHe
     words = (messages if aligned else messages.clone(memory_format=torch.contiguous_format)).view(torch.int64)
     at_once = _BYTES_AT_ONCE if messages.is_cpu else _DEVICE_BYTES_AT_ONCE
     sums = [block_sums(rows) for rows in words.split(max(1, at_once // messages.shape[1]))]
-    columns = [words[:, : HEADER_BYTES // 8], torch.cat(sums) if len(sums) > 1 else sums[0]]
-    columns += [] if faults_W is None else [faults_W.unsqueeze(1)]
-    found = torch.cat(columns, dim=1).cpu()
-    heads, rest = found[:, : HEADER_BYTES // 8], found[:, HEADER_BYTES // 8 :]
-    invalid = [False] * len(found) if faults_W is None else [bool(wrong) for wrong in rest[:, -1].tolist()]
-    claimed = heads[:, _CHECKSUM.start // 8]
-    totals = combined(rest if faults_W is None else rest[:, :-1], without=(_CHECKSUM.start // 8, claimed))
+    faults_W = words.new_zeros(len(words)) if faults_W is None else faults_W
+    found = torch.cat((words[:, : HEADER_BYTES // 8], torch.cat(sums), faults_W.unsqueeze(1)), dim=1).cpu()
+    heads, claimed = found[:, : HEADER_BYTES // 8].tolist(), found[:, _CHECKSUM.start // 8]
+    totals = combined(found[:, HEADER_BYTES // 8 : -1], without=(_CHECKSUM.start // 8, claimed)).tolist()
     headers = []
-    for head, total, wrong in zip(heads.tolist(), totals.tolist(), invalid, strict=True):
+    for head, total, faults in zip(heads, totals, found[:, -1].tolist(), strict=True):
         fields = _HEADER.unpack(struct.pack("<8q", *head))
-        headers.append(RawHeader._make((*fields, total % 2**64, messages.shape[1], wrong)))
+        headers.append(RawHeader._make((*fields, total % 2**64, messages.shape[1], faults > 0)))
     return headers
 
 
