@@ -1,7 +1,5 @@
 """A store of each kind, and a clock that stands still."""
 
-import types
-
 import pytest
 import stores
 
@@ -19,8 +17,7 @@ def any_store(request, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def still(monkeypatch):
+def still():
     """Time stands still, for workers in one thread: nobody comes if one waits."""
-    clock = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    for module in ("exchange", "inbox", "weights"):
-        monkeypatch.setattr(f"demopt.runs.{module}.time", clock)
+    with stores.time_by(stores.STILL):
+        yield

@@ -2,8 +2,11 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +14,17 @@ import pytest
 import servers
 
 from demopt.runs.store import ObjectStore, Store, open_store
+
+STILL = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)  # time stands still
+
+
+@contextmanager
+def time_by(clock: Any, *more: str) -> Iterator[None]:
+    """The modules of a run take their time from a clock."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("exchange", "inbox", "weights", *more):
+            patch.setattr(f"demopt.runs.{module}.time", clock)
+        yield
 
 
 class Crash(BaseException):
@@ -53,6 +67,21 @@ class Wrapped(Through):
         return result
 
 
+class Cache(Through):
+    """A cache that gives a share of objects as the whole, or nothing, the first times that each is read."""
+
+    def __init__(self, inner: Store, ending: str, share: float, times: int = 1) -> None:
+        super().__init__(inner)
+        self.ending, self.share, self.times, self.known = ending, share, times, Counter[str]()
+
+    def get(self, name: str, most: int) -> bytes | None:
+        found = super().get(name, most)
+        if found is None or not name.endswith(self.ending) or self.known[name] == self.times:
+            return found
+        self.known[name] += 1
+        return found[: int(self.share * len(found))] or None
+
+
 def race(store: Store, racers: int, races: int, size: Callable[[int], int]) -> None:
     """Threads put objects of some bytes at the same moment: in each race one wins, and its bytes are whole."""
     barrier = threading.Barrier(racers)
@@ -77,6 +106,11 @@ def put(store: Store, name: str, data: bytes) -> None:
     """Writes an object, over an older one if there is one: a run never does."""
     store.delete([name])
     assert store.put_if_absent(name, data)
+
+
+def change(store: Store, name: str, changed: Callable[[bytes], bytes]) -> None:
+    """Replaces an object by what `changed` makes of it."""
+    put(store, name, changed(store.get(name, 1 << 20) or b""))
 
 
 def make(kind: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Store:

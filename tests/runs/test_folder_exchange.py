@@ -1,106 +1,26 @@
 """LocalDeMo through a store: the same bits for all, exact joining and replay, nothing lost or counted twice."""
 
-import contextlib
 import dataclasses
 import json
 import random
 import re
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import stores
 import torch
-from torch import Tensor
+from workers import EXACTLY, Counter, Worker, joined, replayed, times_applied, together, waiting
 
 import demopt
-from demopt import DriftError, FolderExchange, LocalDeMo
+from demopt import DriftError, FolderExchange
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
 from demopt.runs import log
-from demopt.runs import weights as runs
 from demopt.runs.inbox import CoveredError
 from demopt.runs.replay import replay
-from demopt.runs.store import ObjectStore, StoreError
+from demopt.runs.store import ObjectStore
 from demopt.train.runs import command
-
-SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean"}
-EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, "values": "float64", "error_decay": 0.0}
-
-
-class Worker:
-    """A worker with a small model and gradients of its own."""
-
-    def __init__(self, store: Any, seed: int, late: float = 0.0, group: Any = None, **settings: Any) -> None:
-        torch.manual_seed(settings.pop("weights", seed))
-        self.model = torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 3))
-        options = {name: settings.pop(name) for name in ("keep_log", "checkpoint_every", "key") if name in settings}
-        self.run = FolderExchange(store, late=late, patience=0.0, **options) if group is None else group
-        self.said: list[str] = []
-        if isinstance(self.run, FolderExchange):
-            self.run.worker, self.run.say = f"w{seed}", self.said.append
-        inner = settings.pop("inner", lambda parameters: torch.optim.SGD(parameters, lr=0.1))(self.model.parameters())
-        self.optimizer = LocalDeMo(inner, process_group=self.run, **{**SETTINGS, **settings})
-        self.draw = torch.Generator().manual_seed(seed)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(4, 16, generator=self.draw)).square().mean().backward()
-        self.optimizer.step()
-
-    def round(self) -> None:
-        self.optimizer.join()
-        before = self.rounds
-        while self.rounds == before:
-            self.step()
-
-    @property
-    def rounds(self) -> int:
-        return int(self.optimizer.replicator.round_number)
-
-    @property
-    def digest(self) -> str:
-        return runs.weights_digest(self.optimizer.replicator)
-
-
-def together(workers: list[Worker], rounds: int, late: float = 60.0) -> None:
-    """All workers train side by side; each waits for the others."""
-    errors: list[BaseException] = []
-
-    def train(worker: Worker) -> None:
-        try:
-            while worker.rounds < rounds:
-                worker.step()
-            worker.run.wait_for_uploads() if isinstance(worker.run, FolderExchange) else None
-        except BaseException as error:
-            errors.append(error)
-
-    for worker in workers:
-        if isinstance(worker.run, FolderExchange):
-            worker.run.late = late
-            worker.optimizer.join()  # all have said hello before the first round
-    threads = [threading.Thread(target=train, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def joined(store: Any, **settings: Any) -> tuple[Worker, Worker]:
-    """Two workers of a run, before its first round."""
-    first, second = Worker(store, 0, **settings), Worker(store, 1, **settings)
-    for worker in (first, second):
-        worker.optimizer.join()
-    return first, second
-
-
-def replayed(store: Any, **how: Any) -> list[str]:
-    return [digest for _, digest in replay(store, **how)]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -109,20 +29,23 @@ def test_folder_gives_the_bits_of_an_all_gather(any_store, delay):
     for worker in through:
         worker.run.store.patience = 60.0  # a server may be busy
     together(through, 4)
-    group = Threads(3, 60.0).exchanges
-    direct = [Worker(None, seed, group=group[seed], weights=7, delay=delay, clip_to_median=True) for seed in range(3)]
-    together(direct, 4)
+    group = Threads(3, 60.0)
+    settings = {"weights": 7, "delay": delay, "clip_to_median": True}
+    direct = [Worker(None, seed, group=exchange, **settings) for seed, exchange in enumerate(group.exchanges)]
+
+    def train(exchange):
+        while direct[exchange.rank].rounds < 4:
+            direct[exchange.rank].step()
+
+    group.run(train)
     assert {worker.digest for worker in through} == {worker.digest for worker in direct}
     assert replayed(any_store)[3] == through[0].digest
 
 
 def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):
     first = Worker(store, 0, keep_log=True, checkpoint_every=2)
-    for _ in range(5):
-        first.round()
-    first.run.wait_for_uploads()
-    second = Worker(store, 1)
-    second.optimizer.join()
+    first.round(5)
+    second = Worker(store, 1).join()
     assert (second.rounds, second.digest) == (5, first.digest)
     together([first, second], 8)
     assert first.digest == second.digest == replayed(store)[-1]
@@ -136,10 +59,10 @@ def test_worker_that_is_second_to_start_a_run_joins_it_and_leaves_no_weights_of_
     def start(call: str) -> None:
         if call == "put_if_absent" and starting[0]:
             starting[0] = False
-            first.optimizer.join()
+            first.join()
 
     first, second = Worker(store, 0), Worker(stores.Wrapped(store, start), 1)
-    second.optimizer.join()
+    second.join()
     assert second.digest == first.digest
     assert store.list("start") == {first.run.record.identity}
 
@@ -181,11 +104,9 @@ def test_late_worker_adds_no_round_to_a_run_that_has_ended(store):
 
 def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_checkpoint(store):
     first, sleeper = Worker(store, 0, checkpoint_every=2, **EXACTLY), Worker(store, 1, **EXACTLY)
-    first.optimizer.join()
+    first.join()
     sleeper.step()
-    for _ in range(9):
-        first.round()
-        first.run.wait_for_uploads()
+    first.round(9)
     assert [number for number in range(9) if log.look(store, number).messages] == [6, 7, 8]
     assert all(log.look(store, number).has_manifest for number in range(9))
     assert log.checkpoints(store) == [0, 6, 8]
@@ -197,85 +118,6 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
 
 
 # Nothing lost, nothing twice
-
-
-class AtOnce:
-    """Stands for a pool and for the background thread: makes each call when it is submitted, in this thread."""
-
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(call())
-        except ExchangeError as error:
-            done.set_exception(error)
-        return done
-
-
-class Counter:
-    """A worker whose every local step is a gradient of 1 at an element that no other step has. It has no threads."""
-
-    def __init__(self, store: Any, number: int, delay: int, state: Any = None) -> None:
-        self.failing = 0  # requests until the store fails, if positive
-
-        def fail(call: str) -> None:
-            self.failing -= 1
-            if self.failing == 0:
-                raise StoreError("away")
-
-        self.parameter = torch.nn.Parameter(torch.zeros(512, dtype=torch.float64))
-        self.run = FolderExchange(stores.Wrapped(store, fail), late=0.0, patience=0.0, keep_log=True)
-        self.run.worker = f"w{number}"
-        inner = torch.optim.SGD([self.parameter], lr=1.0)
-        self.optimizer = LocalDeMo(inner, delay=delay, process_group=self.run, **{**SETTINGS, **EXACTLY})
-        self.run._pool = self.optimizer.replicator.session._background = AtOnce()
-        self.number, self.taken = number, 0
-        if state:
-            self.optimizer.load_state_dict(state)
-        self.optimizer.join()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.parameter.grad = torch.zeros_like(self.parameter)
-        self.parameter.grad[self.number * 128 + self.taken] = 1.0
-        self.taken += 1
-        self.optimizer.step()
-
-    def ended(self) -> None:
-        """Sends all that is left, as a worker that leaves."""
-        self.failing, self.run.late, self.run.leaving = 0, 0.0, True
-        sent = False
-        while not sent:
-            with contextlib.suppress(ExchangeError):  # of the round in flight
-                self.optimizer.finish_round(last=True)
-                sent = self.run.row is not None
-
-
-def applied(store: Any, layout: Any) -> Tensor:
-    """The sum of all messages that manifests name, undivided."""
-    total, number = torch.zeros(512, dtype=torch.float64), 0
-    record = log.read_record(store)
-    while (manifest := log.read_manifest(store, record.identity, number)) is not None:
-        for sender in manifest.senders:
-            data = store.get(log.message_name(number, sender.worker), 1 << 20)
-            body = torch.frombuffer(bytearray(data.partition(b"\n")[2][64:]), dtype=torch.uint8).unsqueeze(0)
-            (section,), (part,) = layout.sections, layout.bodies(body)
-            decoded = section.checked(part)
-            chunks = torch.zeros(section.chunks, section.length, dtype=torch.float64)
-            chunks.scatter_add_(1, decoded.positions[0].to(torch.int64), decoded.values[0].to(torch.float64))
-            total += chunks.flatten()
-        number += 1
-    return total
-
-
-def times_applied(store: Any, workers: list[Counter]) -> list[list[float]]:
-    """All workers leave, with the same weights; how often the manifests have each step of each worker."""
-    for worker in workers:
-        worker.ended()
-    for worker in workers:
-        worker.optimizer.resync()
-    assert len({runs.weights_digest(worker.optimizer.replicator) for worker in workers}) == 1
-    times = applied(store, workers[0].optimizer.replicator.wiring().route.layout).view(-1, 128)
-    return [times[worker.number, : worker.taken].tolist() for worker in workers]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -332,12 +174,6 @@ def test_wish_to_stop_ends_the_waits_of_a_round_and_each_local_step_is_applied_o
 # What is refused
 
 
-def _message(store: Any, number: int, worker: str) -> log.Envelope:
-    record = log.read_record(store)
-    name = log.message_name(number, worker)
-    return log.read_message(name, store.get(name, 1 << 20), record.identity, number, worker)
-
-
 BAD = {
     "truncated": (lambda m: m.packed()[:-9], "bytes, this layout's have .* truncated"),
     "empty": (lambda _: b"", "is damaged: it holds no JSON"),
@@ -360,10 +196,9 @@ def test_bad_objects_are_refused_by_name_and_the_run_goes_on(case):
     good.round()
     other = Worker(store, 1, fingerprint_every=1)
     other.run.worker = "bad"
-    other.round()  # alone: its message is in round 1 ...
-    message = _message(store, 1, "bad")
-    store.delete([log.message_name(1, "bad"), f"{log.folder_of(1)}/manifest"])  # ... which begins again
-    stores.put(store, log.message_name(1, "bad"), make(message))
+    other.round()  # round 1, alone
+    stores.put(store, log.message_name(1, "bad"), make(other.run.sent))
+    store.delete([f"{log.folder_of(1)}/manifest"])  # it begins again
     good.round()
     assert good.rounds == 2
     assert list(good.run.decided.refused) == ["bad"]
@@ -402,11 +237,10 @@ def test_round_in_which_every_message_is_refused_ends_at_a_checkpoint_too(store)
 def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store):
     first = Worker(store, 0, keep_log=True)
     first.round()
-    name = log.message_name(0, "w0")
-    stores.put(store, name, store.get(name, 1 << 20) + b" ")
+    stores.change(store, log.message_name(0, "w0"), lambda data: data + b" ")
     second = Worker(store, 1)
     with pytest.raises(MessageError, match="is not the object that the manifest of its round names"):
-        second.optimizer.join()
+        second.join()
 
 
 def test_stranger_without_the_key_changes_nothing(store):
@@ -415,12 +249,11 @@ def test_stranger_without_the_key_changes_nothing(store):
     first.round()
     stranger = Worker(store, 1)
     with pytest.raises(MessageError, match=r"run is damaged.*has a key, give it"):
-        stranger.optimizer.join()
+        stranger.join()
     stores.put(store, log.message_name(1, "stranger"), store.get(log.message_name(0, "w0"), 1 << 20))
     first.round()
     assert "was not written with this run's key" in first.run.decided.refused["stranger"]
-    second = Worker(store, 2, key=key)
-    second.optimizer.join()
+    second = Worker(store, 2, key=key).join()
     assert second.digest == first.digest == replayed(store, key=key)[-1]
     stores.put(store, f"{log.folder_of(2)}/manifest", store.get(f"{log.folder_of(1)}/manifest", 1 << 20))
     first.round()  # a stranger's manifest is none
@@ -440,18 +273,17 @@ def test_stranger_without_the_key_changes_nothing(store):
 def test_other_settings_are_told_at_once(store, settings, told):
     Worker(store, 0).step()
     with pytest.raises(SettingsError, match=told):
-        Worker(store, 1, **settings).optimizer.join()
+        Worker(store, 1, **settings).join()
 
 
 def test_other_version_and_other_format_are_told_at_once(store):
     Worker(store, 0).step()
-    record = json.loads(store.get("run", 1 << 20))
-    stores.put(store, "run", json.dumps({**record, "version": "0.1.0"}).encode())
+    stores.change(store, "run", lambda data: json.dumps({**json.loads(data), "version": "0.1.0"}).encode())
     with pytest.raises(SettingsError, match=f"was started by demopt 0.1.0, this is {demopt.__version__}"):
-        Worker(store, 1).optimizer.join()
-    stores.put(store, "run", json.dumps({**record, "format": 1}).encode())
+        Worker(store, 1).join()
+    stores.change(store, "run", lambda data: json.dumps({**json.loads(data), "format": 1}).encode())
     with pytest.raises(MessageError, match="holds a run of format 1; this demopt has 3"):
-        Worker(store, 1).optimizer.join()
+        Worker(store, 1).join()
 
 
 def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are(store):
@@ -460,7 +292,7 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
             return torch.optim.SGD([*parameters, torch.nn.Parameter(torch.full((3,), value), requires_grad=False)], 0.1)
 
         found = Worker(store, seed, inner=inner)
-        found.optimizer.join()
+        found.join()
         return found
 
     first, same, other = worker(0, 1.0), worker(1, 1.0), worker(2, 2.0)
@@ -470,20 +302,6 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
     with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
         first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     first.round()
-
-
-def test_store_that_overwrites_where_it_must_not_is_refused():
-    """Old servers ignore the condition of a put; two workers could then decide a round differently."""
-
-    class Old(ObjectStore):
-        def put_if_absent(self, name, data):
-            self.delete([name])
-            return super().put_if_absent(name, data)
-
-    store = Old()
-    with pytest.raises(ExchangeError, match="puts an object over another one where it must not"):
-        Worker(store, 0).optimizer.join()
-    assert log.read_record(store) is None
 
 
 def test_drift_is_an_error_and_resync_mends_it(store):
@@ -500,21 +318,17 @@ def test_drift_is_an_error_and_resync_mends_it(store):
 
 def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
     first = Worker(store, 0, checkpoint_every=1)
-    for _ in range(3):
-        first.round()
-        first.run.wait_for_uploads()
-    name = "checkpoints/00000003"
-    stores.put(store, name, store.get(name, 1 << 20)[:-4])
-    second = Worker(store, 1)
-    second.optimizer.join()
+    first.round(3)
+    stores.change(store, "checkpoints/00000003", lambda data: data[:-4])
+    second = Worker(store, 1).join()
     assert (second.rounds, second.digest) == (3, first.digest)
     assert "checkpoints/00000003 is damaged" in second.said[0]
     for name in ("checkpoints/00000002", log.checkpoint_name(first.run.record, 0)):
-        stores.put(store, name, store.get(name, 1 << 20)[:-4])
+        stores.change(store, name, lambda data: data[:-4])
     second = Worker(store, 2)
     before = second.digest
     with pytest.raises(MessageError, match=r"start/.* is damaged, or of another run or model"):
-        second.optimizer.join()
+        second.join()
     assert second.digest == before
 
 
@@ -524,24 +338,24 @@ def adamw(parameters: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(each, lr=1e-3) for each in ([weight, bias], second)]
 
 
+def moments(worker: Worker) -> list[Any]:
+    """What the inner optimizers know of each parameter."""
+    return [entry for inner in worker.optimizer.inner for entry in inner.state.values()]
+
+
 def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_checkpoint(store):
     first = Worker(store, 0, checkpoint_every=2, inner=adamw)
-    for _ in range(4):
-        first.round()
-    first.run.wait_for_uploads()
+    first.round(4)
     owner = Worker(store, 2, inner=adamw)
     owner.optimizer.inner[0].state[owner.model[0].weight]["step"] = torch.tensor(3.0)
-    owner.optimizer.join()
-    assert [dict(entry) for entry in owner.optimizer.inner[0].state.values()] == [{"step": torch.tensor(3.0)}]
+    owner.join()
+    assert moments(owner) == [{"step": torch.tensor(3.0)}]
     joiner = Worker(store, 1, inner=adamw)
     groups = [each.param_groups for each in joiner.optimizer.inner]
-    joiner.optimizer.join()
+    joiner.join()
     assert joiner.digest == first.digest
-    for mine, theirs in zip(joiner.model.parameters(), first.model.parameters(), strict=True):
-        borrowed, lent = (
-            {**worker.optimizer.inner[0].state, **worker.optimizer.inner[1].state}[p]
-            for worker, p in ((joiner, mine), (first, theirs))
-        )
+    assert len(moments(joiner)) == 4
+    for borrowed, lent in zip(moments(joiner), moments(first), strict=True):
         assert borrowed["step"] == lent["step"] == 8
         for name in ("exp_avg", "exp_avg_sq"):
             assert borrowed[name].dtype == torch.float32
@@ -551,10 +365,8 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     lent = store.get("moments/00000004", 1 << 20)
     for damaged in (lent[:-1], b"{}\n", lent[:-2] + b"\xff\x7f"):  # torn, empty, not finite
         stores.put(store, "moments/00000004", damaged)
-        later = Worker(store, 3, inner=adamw)
-        later.optimizer.join()
-        assert later.digest == first.digest
-        assert not later.optimizer.inner[0].state
+        later = Worker(store, 3, inner=adamw).join()
+        assert (later.digest, moments(later)) == (first.digest, [])
         assert "moments/00000004 is damaged" in later.said[0]
 
 
@@ -563,7 +375,6 @@ def test_inner_state_that_is_no_tensor_is_not_lent(store):
     worker.round()
     worker.optimizer.inner[0].state[worker.model[0].weight]["notes"] = ["text"]
     worker.round()
-    worker.run.wait_for_uploads()
     assert store.list("moments") == {"00000001"}
 
 
@@ -583,10 +394,9 @@ def test_demo_and_route_owner_refuse_a_folder(store):
 
 def test_second_stop_in_one_round_is_another_wish(tmp_path):
     address = f"{tmp_path}/run"
-    Worker(address, 0).optimizer.join()
+    Worker(address, 0).join()
     command.stop(address)  # nobody is there
-    worker = Worker(address, 1)
-    worker.optimizer.join()
+    worker = Worker(address, 1).join()
     command.stop(address)
     worker.round()
     assert worker.run.stopping
@@ -600,16 +410,20 @@ def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):
 
 
 def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):
-    worker = Worker(f"{tmp_path}/run", 0)
+    address = f"{tmp_path}/run"
+
+    def next_message():
+        assert command.status(address, as_json=True) == 0
+        return json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"]
+
+    worker = Worker(address, 0)
     worker.round()
-    assert command.status(f"{tmp_path}/run", as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"] == "awaited"
+    assert next_message() == "awaited"
     worker.run.hello(worker.rounds, ahead=5)
     worker.run.leaving = True
     worker.optimizer.finish_round(last=True)
     assert not [*worker.run.store.list(log.folder_of(6))]
-    assert command.status(f"{tmp_path}/run", as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"] == "none: it left"
+    assert next_message() == "none: it left"
 
 
 def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
@@ -620,18 +434,12 @@ def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
         if call == "list" and log.look(bare, 0).messages:
             decided.wait()  # the first worker does not look before the last one has decided
 
-    first, last = Worker(stores.Wrapped(bare, wait), 0, late=1e9), Worker(bare, 1, late=1e9)
-    first.optimizer.join()
-    last.optimizer.join()
-    waiting = threading.Thread(target=first.round)
-    waiting.start()
-    while not log.look(bare, 0).messages:
-        time.sleep(0.01)
+    first, last = Worker(stores.Wrapped(bare, wait), 0, late=1e9).join(), Worker(bare, 1, late=1e9).join()
     trips, make = [], last.run._all
     last.run._all = lambda calls: (trips.append(calls), make(calls))[1]
-    last.round()
-    decided.set()
-    waiting.join()
+    with waiting(first.round, bare):
+        last.round()
+        decided.set()
     assert len([*filter(None, trips)]) == 2, "and the manifest"
     assert (first.rounds, first.digest) == (1, last.digest)
 

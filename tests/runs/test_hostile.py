@@ -5,24 +5,20 @@ import json
 import logging
 import os
 import threading
-import time
 
 import hypothesis
 import obstore
 import pytest
 import servers
 import stores
-import torch
 from hypothesis import strategies as st
-from test_folder_exchange import Worker, together
+from workers import Worker, replayed, together, waiting
 
-import demopt
 from demopt.errors import DemoptError, ExchangeError, MessageError
 from demopt.runs import exchange, inbox, log
 from demopt.runs.disk import Disk
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
-from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, Patient, open_store
 
 KEY = bytes(range(32))
@@ -36,25 +32,20 @@ RECORD = log.Record(RUN, "0.3.0", {"sync_every": "2"}, [["a", "b"]], [{"paramete
 # Names that a stranger took first
 
 
-@pytest.fixture(params=["memory", "folder"])
-def bare(request, tmp_path):
-    return ObjectStore() if request.param == "memory" else Disk(tmp_path / "run")
-
-
 @pytest.mark.parametrize("taken", [b"", b"garbage", bytes(100), bytes(1 << 23)])
 @pytest.mark.parametrize("name", ["rounds/00000003/manifest", "rounds/00000003/w-1.message", "checkpoints/00000020"])
-def test_name_that_a_stranger_took_holds_the_runs_own_object_all_the_same(name, taken, bare):
-    bare.put_if_absent(name, taken)
-    one, other = Keyed(bare, KEY), Keyed(bare, KEY)
+def test_name_that_a_stranger_took_holds_the_runs_own_object_all_the_same(name, taken, store):
+    store.put_if_absent(name, taken)
+    one, other = Keyed(store, KEY), Keyed(store, KEY)
     assert one.put_if_absent(name, b"own")
     assert not other.put_if_absent(name, b"later")
     folder, _, leaf = name.rpartition("/")
-    newcomer = Keyed(bare, KEY)
-    for store in (one, other, newcomer):
-        assert store.get(name, 99) == store.read(name, 99, bytes) == b"own"
-        assert store.list(folder) == {leaf}
+    newcomer = Keyed(store, KEY)
+    for each in (one, other, newcomer):
+        assert each.get(name, 99) == each.read(name, 99, bytes) == b"own"
+        assert each.list(folder) == {leaf}
     newcomer.delete([name])
-    assert Keyed(bare, KEY).list(folder) == set()
+    assert Keyed(store, KEY).list(folder) == set()
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda place: os.symlink("/etc/passwd", place)])
@@ -69,17 +60,17 @@ def test_folder_pipe_or_link_in_the_place_of_a_manifest_is_none(make, tmp_path):
     assert log.look(other, 3).has_manifest
 
 
-def test_second_name_of_another_key_is_no_object(bare):
-    Keyed(bare, KEY).put_if_absent("rounds/3/a.message", b"x")
-    stranger = Keyed(bare, bytes(32))
+def test_second_name_of_another_key_is_no_object(store):
+    Keyed(store, KEY).put_if_absent("rounds/3/a.message", b"x")
+    stranger = Keyed(store, bytes(32))
     stranger.put_if_absent("rounds/3/a.message", b"taken")  # under a second name of its own
-    assert Keyed(bare, KEY).list("rounds/3") == {"a.message"}
-    assert Keyed(bare, KEY).get("rounds/3/a.message", 99) == b"x"
+    assert Keyed(store, KEY).list("rounds/3") == {"a.message"}
+    assert Keyed(store, KEY).get("rounds/3/a.message", 99) == b"x"
 
 
-def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(bare):
-    Keyed(bare, KEY).put_if_absent("run", b"{}")
-    other = Keyed(bare, bytes(32))
+def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(store):
+    Keyed(store, KEY).put_if_absent("run", b"{}")
+    other = Keyed(store, bytes(32))
     assert not other.put_if_absent("run", b"{}")
     with pytest.raises(ForeignError, match="give the run's own --key-file, or none"):
         log.read_record(other)
@@ -188,7 +179,7 @@ def test_object_of_another_is_read_or_refused_whatever_it_holds(kind, data):
     """And what is read can be used: names are names, numbers are finite and in range."""
     value, read = READERS[kind]
     values = written(value)
-    place = data.draw(st.sampled_from([values, *(each for each in values.get("senders", []))]))
+    place = data.draw(st.sampled_from([values, *values.get("senders", [])]))
     entry = data.draw(st.sampled_from([*place, "unknown"]))
     if data.draw(st.booleans()):
         place[entry] = data.draw(JSON)
@@ -196,22 +187,19 @@ def test_object_of_another_is_read_or_refused_whatever_it_holds(kind, data):
         place.pop(entry, None)
     raw = json.dumps(values).encode() + b"\n"
     cut = data.draw(st.integers(0, len(raw)) | st.just(len(raw)))
+    found, refused = None, ""
     try:
         found = read(raw[:cut])
     except DemoptError as error:
         refused = str(error)
-    else:
-        refused = ""
     assert refused.isprintable()
-    if refused:
-        return
-    if kind == "manifest":
+    if isinstance(found, log.Manifest):
         names = [found.author, *found.members, *found.refused, *(sender.worker for sender in found.senders)]
         assert all(log.NAME.fullmatch(name) for name in names)
         assert all(1 <= sender.samples < 2**32 for sender in found.senders)
         assert all(type(rounds) is int and rounds >= 0 for rounds in found.members.values())
         assert all(reason.isprintable() for reason in (*found.refused.values(), found.at))
-    if kind == "run":
+    if isinstance(found, log.Record):
         assert found.checkpoint_every >= 1
         assert all(name.isprintable() and text.isprintable() for name, text in found.facts.items())
 
@@ -226,35 +214,28 @@ def test_bytes_of_another_are_refused(kind, raw):
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+SENT = {"worker": "a", "digest": "", "samples": 1, "note": None}
+IMPOSSIBLE = {
+    "manifest": [
         {"author": ESCAPE}, {"members": {ESCAPE: 0}}, {"refused": {"w-1": ESCAPE}}, {"refused": {ESCAPE: "r"}},
         {"author": "../../etc"}, {"author": "w" * 65}, {"author": ""}, {"author": "[/bold]"}, {ESCAPE: 1},
-        {"at": ESCAPE}, {"senders": 1}, {"senders": [{"worker": 1}]},
-        {"senders": [{"worker": ESCAPE, "digest": "", "samples": 1, "note": None}]},
-        {"senders": [{"worker": "a", "digest": "", "samples": 0, "note": None}]},
-        {"senders": [{"worker": "a", "digest": "", "samples": 2**32, "note": None}]},
-        {"senders": [{"worker": "a", "digest": "", "samples": True, "note": None}]},
-        {"senders": [{"worker": "a", "digest": "", "samples": 1, "note": None}] * 2},
-        {"members": {"a": "b"}}, {"members": {"a": -1}}, {"round": 3.0},
+        {"at": ESCAPE}, {"senders": 1}, {"senders": [{"worker": 1}]}, {"senders": [{**SENT, "worker": ESCAPE}]},
+        *({"senders": [{**SENT, "samples": samples}]} for samples in (0, 2**32, True)),
+        {"senders": [SENT] * 2}, {"members": {"a": "b"}}, {"members": {"a": -1}}, {"round": 3.0},
     ],
-)  # fmt: skip
-def test_manifest_with_impossible_entries_is_damaged(change):
-    with pytest.raises(MessageError, match="manifest is damaged") as told_by:
-        log._manifest(json.dumps({**written(MANIFEST), **change}).encode(), RUN, 3)
+    "run": [
+        {"checkpoint_every": 0}, {"checkpoint_every": True}, {"facts": {"a": 1}}, {"facts": {"a": ESCAPE}},
+        {"version": ESCAPE}, {"run": "../x"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change"), [(kind, change) for kind in IMPOSSIBLE for change in IMPOSSIBLE[kind]])
+def test_object_with_impossible_entries_is_damaged(kind, change):
+    value, read = READERS[kind]
+    with pytest.raises(MessageError, match=f"{kind} is damaged") as told_by:
+        read(json.dumps({**written(value), **change}).encode())
     assert str(told_by.value).isprintable()
-
-
-IMPOSSIBLE = ({"checkpoint_every": 0}, {"checkpoint_every": True}, {"facts": {"a": 1}}, {"facts": {"a": ESCAPE}})
-
-
-@pytest.mark.parametrize("change", [*IMPOSSIBLE, {"version": ESCAPE}, {"run": "../x"}])
-def test_record_with_impossible_entries_is_damaged(change):
-    store = ObjectStore()
-    store.put_if_absent("run", json.dumps({**written(RECORD), **change}).encode())
-    with pytest.raises(MessageError, match="run is damaged"):
-        log.read_record(store)
 
 
 @pytest.mark.parametrize("note", ["NaN", "Infinity", "1e999", "-1e400"])
@@ -267,20 +248,12 @@ def test_number_that_is_not_finite_is_no_note(note):
 # Reads that lag
 
 
-def test_manifest_of_which_a_cache_has_half_is_read_again():
-    whole, halves = ObjectStore(), [3]
-
-    class Cache(ObjectStore):
-        def get(self, name, most):
-            found = whole.get(name, most)
-            halves[0] -= 1
-            return found[: len(found) // 2] if found and halves[0] >= 0 else found
-
-    for store in (Patient(Cache(), 60.0, pytest.fail), Keyed(Patient(Cache(), 60.0, pytest.fail), KEY)):
-        whole.delete(["rounds/00000003/manifest"])
-        log.propose(whole if isinstance(store, Patient) else Keyed(whole, KEY), MANIFEST)
-        halves[0] = 3
-        assert log.read_manifest(store, RUN, 3) == MANIFEST
+@pytest.mark.parametrize("sealed", [lambda store: store, lambda store: Keyed(store, KEY)], ids=["bare", "keyed"])
+def test_manifest_of_which_a_cache_has_half_is_read_again(sealed):
+    whole = ObjectStore()
+    log.propose(sealed(whole), MANIFEST)
+    cache = stores.Cache(whole, "manifest", share=0.5, times=3)
+    assert log.read_manifest(sealed(Patient(cache, 60.0, pytest.fail)), RUN, 3) == MANIFEST
 
 
 # Key files
@@ -323,36 +296,30 @@ class ChecksThenWrites(ObjectStore):
 
 def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there():
     store = ChecksThenWrites()
-    model = torch.nn.Linear(4, 4)
-    run = FolderExchange(store)
-    optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
-    with pytest.raises(ExchangeError, match="puts an object over another one"):
-        optimizer.join()
-    assert store.get("run", 1 << 20) is None
+    with pytest.raises(ExchangeError, match="puts an object over another one where it must not"):
+        Worker(store, 0).join()
+    assert log.read_record(store) is None
     assert store.list("start") == set()
 
 
 # A whole run beside a stranger
 
 
-def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(bare):
+def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(store):
     """Objects of all kinds, for all rounds to come: the weights are those of the run, for joiners and replay, too."""
-    first = Worker(bare, 0, key=KEY, keep_log=True, checkpoint_every=1)
+    first = Worker(store, 0, key=KEY, keep_log=True, checkpoint_every=1)
     first.round()
     record, garbage = first.run.record, bytes(100)
-    bare.put_if_absent("stop", record.identity.encode() + b" 0 0")
+    store.put_if_absent("stop", record.identity.encode() + b" 0 0")
     for number in range(1, 9):
         for name in ("manifest", "w0.message", "ghost.message", "ghost.hello"):
-            bare.put_if_absent(f"{log.folder_of(number)}/{name}", garbage)
-        bare.put_if_absent(f"checkpoints/{number:08d}", garbage)
-        bare.put_if_absent(f"moments/{number:08d}", garbage)
-    for _ in range(5):
-        first.round()
-        first.run.wait_for_uploads()
-    second = Worker(bare, 1, key=KEY)
-    second.optimizer.join()
+            store.put_if_absent(f"{log.folder_of(number)}/{name}", garbage)
+        store.put_if_absent(f"checkpoints/{number:08d}", garbage)
+        store.put_if_absent(f"moments/{number:08d}", garbage)
+    first.round(5)
+    second = Worker(store, 1, key=KEY).join()
     assert (first.rounds, second.rounds, second.digest) == (6, 6, first.digest)
-    assert [digest for _, digest in replay(bare, key=KEY)][-1] == first.digest
+    assert replayed(store, key=KEY)[-1] == first.digest
     assert not first.run.stopping
     assert [text for text in first.said if "stop" in text] == [
         "stop was not written with this run's key; give the run's own --key-file, or none; it is ignored"
@@ -360,25 +327,21 @@ def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(bar
     assert [*first.run.decided.members] == ["w0"]
 
 
-def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_and_nothing_is_deleted(bare):
-    worker = Worker(bare, 0, checkpoint_every=1)
-    stores.put(bare, "checkpoints/00000003", b"{}")
-    for _ in range(4):
-        worker.round()
-        worker.run.wait_for_uploads()
-        if worker.rounds == 3:
-            assert (
-                "checkpoints/00000003 is another one than follows from the messages; nothing is deleted"
-                in worker.said[0]
-            )
-            assert {*range(1, 3)} <= {number for number in range(3) if log.look(bare, number).messages}
+def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_and_nothing_is_deleted(store):
+    worker = Worker(store, 0, checkpoint_every=1)
+    stores.put(store, "checkpoints/00000003", b"{}")
+    worker.round(3)
+    told = "checkpoints/00000003 is another one than follows from the messages; nothing is deleted"
+    assert told in worker.said[0]
+    assert all(log.look(store, number).messages for number in (1, 2))
+    worker.round()
     assert worker.rounds == 4
 
 
-def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(bare):
-    liar, *others, joiner = (Worker(bare, seed, key=KEY, weights=0, checkpoint_every=100) for seed in range(4))
+def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
+    liar, *others, joiner = (Worker(store, seed, key=KEY, weights=0, checkpoint_every=100) for seed in range(4))
     for worker in (liar, *others):
-        worker.optimizer.join()
+        worker.join()
     before, propose = others[0].digest, liar.run._propose
     liar.round()  # it waits for nobody
     assert (liar.run.decided.senders, liar.digest) == ([], before)
@@ -397,8 +360,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(bare):
         parameter.data.add_(1.0)
     liar.optimizer._rounds.save()
     liar.run.wait_for_uploads()
-    joiner.optimizer.join()
-    assert joiner.digest == liar.digest
+    assert joiner.join().digest == liar.digest
 
 
 # A member that leaves out another
@@ -427,20 +389,16 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
     store = ObjectStore()
     kinds = enumerate((Blind, Second))
     blind, victim = (Worker(store, number, group=kind(store, late=60.0), sync_every=1) for number, kind in kinds)
-    blind.optimizer.join()
+    blind.join()
     victim.run.late = 1e9
     for turn in range(2):
         victim.run.may_decide.clear()
-        waits = threading.Thread(target=victim.step)
-        waits.start()
-        while log.look(store, victim.rounds).messages != {"w1"}:
-            time.sleep(0.005)
-        blind.run.late = 0.0
-        blind.step()
-        if turn:  # left out for the second time, it sends its work again at once, and decides that round itself
-            victim.run.late = 0.0
-        victim.run.may_decide.set()
-        waits.join()
+        with waiting(victim.step, store, victim.rounds):
+            blind.run.late = 0.0
+            blind.step()
+            if turn:  # left out for the second time, it sends its work again at once, and decides that round itself
+                victim.run.late = 0.0
+            victim.run.may_decide.set()
     assert [text for text in victim.said if "lacks this worker's message, which was there before" in text]
     assert victim.run.left_out == 0
     assert [sender.worker for sender in victim.run.decided.senders] == ["w1"]
@@ -459,7 +417,7 @@ class Unheard(FolderExchange):
 def test_wish_to_stop_is_obeyed_by_a_worker_that_a_member_leaves_out_of_every_round():
     store = ObjectStore()
     worker = Worker(store, 0, group=Unheard(store, late=0.0, patience=0.0))
-    worker.optimizer.join()
+    worker.join()
     log.put_stop(store, 0, worker.run.record.identity)
     while not worker.run.stopping:
         worker.round()
@@ -474,20 +432,13 @@ def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_
     place, workers = f"s3://bucket/recipe-{os.urandom(8).hex()}", []
     for name in ("alice", "bob"):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", name)
-        torch.manual_seed(0)
-        model, said = torch.nn.Linear(4, 4), []
-        run = FolderExchange(place, late=0.0, checkpoint_every=1)
-        run.worker, run.say = f"{name}-1", said.append
-        optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
-        optimizer.join()
-        workers.append((model, run, optimizer, said))
+        workers.append(Worker(place, 0, checkpoint_every=1, sync_every=1))
+        workers[-1].run.worker, workers[-1].run.store.patience = f"{name}-1", 600.0
+        workers[-1].join()
     for _ in range(4):
-        for model, run, optimizer, _ in workers:
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().mean().backward()
-            optimizer.step()
-            run.wait_for_uploads()
-    alice, bob = (run.store for _, run, _, _ in workers)
+        for worker in workers:
+            worker.round()
+    alice, bob = (worker.run.store for worker in workers)
     number = next(number for number in range(8) if "alice-1" in log.look(bob, number).messages)
     theirs = log.message_name(number, "alice-1")
     before = bob.get(theirs, 1 << 20)
@@ -496,5 +447,5 @@ def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_
         with pytest.raises(ExchangeError, match="access denied"):
             call()
     assert bob.get(theirs, 1 << 20) == before
-    assert any("what is old was not deleted" in text for _, _, _, said in workers for text in said)
+    assert any("what is old was not deleted" in text for worker in workers for text in worker.said)
     assert len(log.checkpoints(alice)) > 2

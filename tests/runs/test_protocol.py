@@ -12,7 +12,6 @@ import json
 import queue
 import re
 import threading
-import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from unittest.mock import patch
 import hypothesis
 import torch
 from hypothesis import strategies as st
-from stores import Crash, Wrapped
+from stores import STILL, Crash, Wrapped, time_by
 
 from demopt.errors import DemoptError, ExchangeError
 from demopt.replicator.route import Result
@@ -31,7 +30,6 @@ from demopt.runs import exchange as exchange_module
 from demopt.runs import inbox as inbox_module
 from demopt.runs import log
 from demopt.runs import store as store_module
-from demopt.runs import weights as weights_module
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import ObjectStore, Store, StoreError
 from demopt.runs.weights import FolderRounds
@@ -414,20 +412,14 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
             if action in ("break", "kill") and chosen.state is not None and not chosen.alive:
                 workers.append(kind(len(workers), bare, again=chosen, keep_log=keep_log))
 
-    modules, pauses = (exchange_module, inbox_module, weights_module, store_module), store_module._PAUSES
-    for module in modules:
-        module.time = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    store_module._PAUSES = 0.0, 0.0
-    try:
-        for _ in range(3):
-            carry_out("join", 0, 1)
-        yield bare, workers, carry_out
-    finally:
-        for worker in workers:
-            worker.turn("die")
-        for module in modules:
-            module.time = time
-        store_module._PAUSES = pauses
+    with time_by(STILL, "store"), patch.object(store_module, "_PAUSES", (0.0, 0.0)):
+        try:
+            for _ in range(3):
+                carry_out("join", 0, 1)
+            yield bare, workers, carry_out
+        finally:
+            for worker in workers:
+                worker.turn("die")
 
 
 def play(actions: list[tuple[str, int, int]], keep_log: bool, stops: bool = False) -> None:

@@ -2,14 +2,14 @@
 
 import copy
 import functools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from stores import Through
-from test_folder_exchange import Counter, Worker, joined, times_applied, together
+from workers import Counter, Worker, joined, replayed, times_applied, together
 
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, SettingsError
@@ -17,7 +17,6 @@ from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import CoveredError, ForkedError
-from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import status_of
 
@@ -93,7 +92,7 @@ def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any
     first.round()
     again = Worker(store, 2)
     again.optimizer.load_state_dict(state)
-    again.optimizer.join()
+    again.join()
     assert not again.said
     assert (again.optimizer.local_steps, again.rounds, again.digest) == (1, first.rounds, first.digest)
     moved = [(one - other).abs().max() for one, other in zip(
@@ -120,7 +119,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     state = first.optimizer.own_state_dict()
     other.optimizer.load_state_dict(state)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
-        other.optimizer.join()
+        other.join()
     digest, weights = other.digest, Worker(store, 3)
     for wrong in ({"message": 3}, {"worker": None}, {"worker": "../w"}, {"sent": "[3]"}, {"forgotten 0": 3}):
         for worker in (other, weights):
@@ -164,7 +163,7 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None
     again.optimizer.load_state_dict({**state, "folder": {**state["folder"], "before": "00" * 16}})
     with torch.no_grad():
         next(iter(again.optimizer._weights.global_of.values())).add_(1.0)  # as on the other branch
-    again.optimizer.join()
+    again.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 1 is another one in" in again.said[0]
 
@@ -180,20 +179,15 @@ def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(s
     second.run.results_of = covered  # type: ignore[method-assign]
     for worker in (first, second):
         worker.step()
-    threads = [threading.Thread(target=worker.step) for worker in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Worker.step, (first, second)))
     assert second.run.row is not None
     first.run.late = 0.0
     state = second.optimizer.own_state_dict()
-    for _ in range(5):
-        first.round()
-        first.run.wait_for_uploads()
+    first.round(5)
     again = Worker(store, 1)
     again.optimizer.load_state_dict(state)
-    again.optimizer.join()
+    again.join()
     assert again.digest == first.digest
     assert not any("does not know" in text for text in again.said), again.said
     assert all(entry["error"].any() for entry in again.optimizer.state.values())
@@ -225,16 +219,14 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
     monkeypatch.setattr("demopt.runs.replay.FolderExchange", functools.partial(FolderExchange, patience=0.0))
     store = ObjectStore()
     first, joiner, observer = (Worker(store, seed, checkpoint_every=2, keep_log=True) for seed in range(3))
-    for _ in range(4):
-        first.round()
-        first.run.wait_for_uploads()
+    first.round(4)
     record, digest = first.run.record, first.digest
     store.delete(log.checkpoint_name(record, 0) if name == "start" else name for name in gone)
     assert status_of(store, record, "here")["round"] == status
     for call, told in (
-        (lambda: [digest for _, digest in replay(store)][-1], replaying),
+        (lambda: replayed(store)[-1], replaying),
         (lambda: (observer.optimizer.observe(), observer.digest)[1], observing),
-        (lambda: (joiner.optimizer.join(), joiner.digest)[1], joining),
+        (lambda: joiner.join().digest, joining),
     ):
         if told is None:
             assert call() == digest
@@ -252,17 +244,15 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
 def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on() -> None:
     store, newest = ObjectStore(), "rounds/00000003/manifest"
     first, joiner, older, again = (Worker(store, seed, checkpoint_every=2) for seed in range(4))
-    for _ in range(4):
-        first.round()
-        first.run.wait_for_uploads()
+    first.round(4)
     store.delete([newest])
     store.put_if_absent(newest, b"garbage")
     with pytest.raises(ExchangeError, match="delete it and the checkpoints after it: then its round is decided again"):
-        joiner.optimizer.join()
+        joiner.join()
     assert not joiner.said
     store.delete([newest, STATES[1]])
     older.optimizer.load_state_dict(first.optimizer.own_state_dict())
     with pytest.raises(DemoptError, match=r"not so far: it is an older copy; .*delete state\.pt"):
-        older.optimizer.join()
+        older.join()
     again.round()
     assert [sender.worker for sender in again.run.decided.senders] == ["w0", "w3"]

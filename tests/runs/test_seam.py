@@ -8,15 +8,14 @@ import time
 import obstore
 import pytest
 import torch
-from stores import Through
-from test_folder_exchange import SETTINGS, Counter, Worker, joined, replayed, times_applied
+from stores import Cache
+from workers import SETTINGS, Counter, Worker, joined, replayed, times_applied, waiting
 
 from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
-from demopt.runs import weights as runs
-from demopt.runs.replay import replay
-from demopt.runs.store import ObjectStore, Store
+from demopt.runs.store import ObjectStore
+from demopt.runs.weights import weights_digest
 
 
 @pytest.mark.parametrize(
@@ -59,15 +58,14 @@ def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sen
 
 def test_state_of_a_later_round_does_not_start_a_run(store):
     first = Worker(ObjectStore(), 0)
-    for _ in range(3):
-        first.round()
+    first.round(3)
     other = Worker(store, 1)
     other.optimizer.load_state_dict(first.optimizer.state_dict())
     with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run: is its disk mounted"):
-        other.optimizer.join()
+        other.join()
     first.optimizer.regroup(FolderExchange(store))
     with pytest.raises(SettingsError, match="holds no run"):
-        first.optimizer.join()
+        first.join()
     assert not any(store.list(folder) for folder in ("rounds", "checkpoints", "start", "moments"))
     Worker(store, 3).round()
 
@@ -84,7 +82,7 @@ def test_joiner_reads_the_run_before_it_serialises_weights(store, monkeypatch):
     first.round()
     joiner = Worker(store, 1)
     monkeypatch.setattr("demopt.runs.weights.checkpoint_of", None)
-    joiner.optimizer.join()
+    joiner.join()
     assert joiner.digest == first.digest
 
 
@@ -137,12 +135,8 @@ def test_second_worker_of_one_name_sends_under_another(store):
     first, second = joined(store)
     second.run.worker = first.run.worker
     first.run.late = 60.0  # for the hello that the second has put under its old name
-    waiting = threading.Thread(target=first.round)
-    waiting.start()
-    while not log.look(store, 0).messages:
-        time.sleep(0.01)
-    second.round()
-    waiting.join()
+    with waiting(first.round, store):
+        second.round()
     assert [sender.worker for sender in second.run.decided.senders] == ["w0", second.run.worker]
     assert second.run.worker.startswith("w0-")
     assert f"there is another worker named w0; this one is {second.run.worker} from now on" in second.said
@@ -184,7 +178,7 @@ def test_fork_of_several_rounds_is_healed_and_each_step_counts_once_or_is_said_t
     for worker, counted in zip(workers, times, strict=True):
         gone = range(4, 8) if worker.number != wins and not kept else range(0)  # it has the last message itself
         assert counted == [float(step not in gone) for step in range(worker.taken)]
-    assert runs.weights_digest(workers[0].optimizer.replicator) == replayed(bare)[-1]
+    assert weights_digest(workers[0].optimizer.replicator) == replayed(bare)[-1]
 
 
 def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
@@ -194,26 +188,11 @@ def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
             target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
 
 
-class Cache(Through):
-    """A cache that gives half of each message as the whole, or nothing, the first time."""
-
-    def __init__(self, inner: Store, share: float) -> None:
-        super().__init__(inner)
-        self.share, self.known = share, set[str]()
-
-    def get(self, name: str, most: int) -> bytes | None:
-        found = super().get(name, most)
-        if found and name.endswith(".message") and name not in self.known:
-            self.known.add(name)
-            return found[: int(self.share * len(found))] or None
-        return found
-
-
 @pytest.mark.parametrize("share", [0.5, 0.0])
 def test_message_that_a_cache_gives_half_or_not_at_all_is_read_again(store, share):
     first, second = joined(store)
-    for worker in (first, first, second, second):
-        worker.round()
-    cache = Cache(store, share)
-    assert [digest for _, digest in replay(cache)] == [digest for _, digest in replay(store)]
+    first.round(2)
+    second.round(2)
+    cache = Cache(store, ".message", share)
+    assert replayed(cache) == replayed(store)
     assert cache.known

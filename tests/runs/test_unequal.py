@@ -7,14 +7,11 @@ import time
 
 import hypothesis
 from hypothesis import strategies as st
-from stores import Crash, Through, Wrapped
-from test_folder_exchange import Worker as Trained
+from stores import Crash, Through, Wrapped, time_by
 from test_protocol import Faulty, Worker, weights_after
+from workers import Worker as Trained
 
-from demopt.runs import exchange as exchange_module
-from demopt.runs import inbox as inbox_module
 from demopt.runs import log
-from demopt.runs import weights as weights_module
 from demopt.runs.store import ObjectStore, Store
 
 
@@ -91,8 +88,7 @@ class Timed(Worker):
 def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float) -> list[set[str]]:
     """The senders of each round of workers with these seconds of steps, trip and upload."""
     clock, bare = Clock(), Faulty()
-    exchange_module.time = inbox_module.time = weights_module.time = clock
-    try:
+    with time_by(clock):
         workers = [
             Timed(number, Far(bare, clock, trip, upload), steps, end, late)
             for number, (steps, trip, upload) in enumerate(kinds)
@@ -102,11 +98,9 @@ def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float
             assert worker.done.wait(120)
             assert worker.error is None, worker.error
             assert worker.tokens.applied == weights_after(log.digest_of(worker.run.decided), bare.ever)
-        identity, rounds = log.read_record(bare).identity, max(worker.rounds for worker in workers)
-        manifests = [log.read_manifest(bare, identity, number) for number in range(rounds)]
-        return [{sender.worker for sender in manifest.senders} for manifest in manifests]
-    finally:
-        exchange_module.time = inbox_module.time = weights_module.time = time
+    identity, rounds = log.read_record(bare).identity, max(worker.rounds for worker in workers)
+    manifests = [log.read_manifest(bare, identity, number) for number in range(rounds)]
+    return [{sender.worker for sender in manifest.senders} for manifest in manifests]
 
 
 SECONDS = st.sampled_from([0.05, 0.3, 1.0, 4.0, 15.0])  # of local steps, and of the upload of a message
@@ -128,15 +122,11 @@ def test_every_worker_that_lives_is_in_a_round_again_and_again(
     fastest = min(steps + upload + trip for steps, trip, upload in kinds)
     rounds = rounds_with(kinds, late, end=30 * slowest + 60)
     for number in range(len(kinds)):
-        present = [f"w{number:02d}" in senders for senders in rounds]
-        absent = [len(list(group)) for there, group in itertools.groupby(present) if not there]
-        assert sum(present) > 4
-        assert max(absent, default=0) <= 16 + 4 * slowest / fastest
-        known = present[
-            [place for place, there in enumerate(present) if there][2] :
-        ]  # its pace, from its third message on
-        later = [len(list(group)) for there, group in itertools.groupby(known) if not there]
-        assert max(later, default=0) <= 8, later
+        present = [place for place, senders in enumerate(rounds) if f"w{number:02d}" in senders]
+        assert len(present) > 4
+        absent = [after - before - 1 for before, after in itertools.pairwise([-1, *present, len(rounds)])]
+        assert max(absent) <= 16 + 4 * slowest / fastest
+        assert max(absent[3:]) <= 8, absent  # its pace is known from its third message on
 
 
 def test_worker_whose_upload_takes_ten_rounds_of_the_other_is_in_rounds_and_its_steps_return() -> None:
