@@ -33,10 +33,9 @@ class Hierarchical(Exchange):
         self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
 
     def all_gather(self, message_B: Tensor) -> Tensor:
+        gathered = message_B.new_empty(self.world_size, message_B.numel())
         if self.is_leader:
             gathered = self.inter_node.all_gather(message_B).to(message_B.device)  # gloo leaves results on the host
-        else:
-            gathered = message_B.new_empty(self.world_size, message_B.numel())
         self.intra_node.broadcast(gathered.view(-1), 0)
         return gathered
 

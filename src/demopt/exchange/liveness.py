@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 from demopt.errors import ExchangeError, first_line
 
@@ -27,8 +27,7 @@ _CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
 _NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed out|DistNetwork|DistStore")
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A rank's answer to a call: how many exchanges it has begun with these ranks, and whether it waits in one."""
 
     begun: int
@@ -41,10 +40,10 @@ class Liveness:
     def __init__(self, find_store: Callable[[], Any | None], rank: int) -> None:
         self._find_store = find_store
         self._rank = rank
-        self._begun: dict[str, int] = {}  # exchanges by the ranks in them
-        self._waiting: dict[str, int] = {}
+        self._begun: Counter[str] = Counter()  # exchanges by the ranks in them
+        self._waiting: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._came: dict[str, int] = {}  # calls of `await_all` by place
+        self._came: Counter[str] = Counter()  # calls of `await_all` by place
         self._answered = 0
         self._hosts: dict[int, str] = {}  # that are known, by rank
         self._awaited = {0}  # the ranks whose hosts are to be known; rank 0's machine holds the store
@@ -59,8 +58,8 @@ class Liveness:
         key = _key_of(ranks)
         self._ensure_thread(ranks)
         with self._lock:
-            self._begun[key] = self._begun.get(key, 0) + 1
-            self._waiting[key] = self._waiting.get(key, 0) + 1
+            self._begun[key] += 1
+            self._waiting[key] += 1
         begun = time.monotonic()
         try:
             yield
@@ -85,7 +84,7 @@ class Liveness:
             come = store.add(place, 1)
         except Exception:  # no store: the exchange itself fails
             return
-        self._came[place] = self._came.get(place, 0) + 1
+        self._came[place] += 1
         started = asked = time.monotonic()
         while come < self._came[place] * len(ranks):
             if time.monotonic() > asked + _ASK_SECONDS:
@@ -109,7 +108,7 @@ class Liveness:
             "ranks, not under `if rank == 0:`"
         )
         key = _key_of(ranks)
-        verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun.get(key, 0) + 1}
+        verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun[key] + 1}
         self._store().set(_VERDICT, json.dumps(verdict))
         return text
 
@@ -118,15 +117,18 @@ class Liveness:
         found: list[str] = []
 
         def ask() -> None:
-            try:
+            with suppress(Exception):  # the store is gone, perhaps with its machine
                 found.append(self._ask(ranks))
-            except Exception:  # the store is gone, perhaps with its machine
-                return
 
         thread = threading.Thread(target=ask, daemon=True)  # a store on a lost machine blocks for long
         thread.start()
         thread.join(ANSWER_SECONDS + 5 * _POLL_SECONDS)
-        return found[0] if found else self._without_store(ranks)
+        if found:
+            return found[0]
+        first = f"no answer from {self._named(0)} of {len(ranks)}, whose machine holds the store"
+        if self._hosts.get(0) == socket.gethostname():  # a process has ended, not a machine
+            return first
+        return f"{first} (or the network of {self._named(self._rank)} is down)"
 
     def answer(self) -> None:
         """Polls the store once: publishes this rank's host, reads the other hosts, answers calls."""
@@ -181,21 +183,14 @@ class Liveness:
         store, key = self._store(), _key_of(ranks)
         call = store.add(_CALLS, 1)
         missing, deadline = [rank for rank in ranks if rank != self._rank], time.monotonic() + ANSWER_SECONDS
-        answers = {self._rank: Answer(self._begun.get(key, 0), True)}
+        answers = {self._rank: Answer(self._begun[key], True)}
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
-            places = {rank: f"demopt/answer/{call}/{rank}" for rank in missing}
-            for rank in [rank for rank, place in places.items() if store.check([place])]:
-                state = json.loads(store.get(places[rank]))
-                answers[rank] = Answer(*state.get(key, (0, False)))
-                missing.remove(rank)
+            for rank in missing.copy():
+                if store.check([place := f"demopt/answer/{call}/{rank}"]):
+                    answers[rank] = Answer(*json.loads(store.get(place)).get(key, (0, False)))
+                    missing.remove(rank)
         return answers
-
-    def _without_store(self, ranks: Sequence[int]) -> str:
-        first = f"no answer from {self._named(0)} of {len(ranks)}, whose machine holds the store"
-        if self._hosts.get(0) == socket.gethostname():  # a process has ended, not a machine
-            return first
-        return f"{first} (or the network of {self._named(self._rank)} is down)"
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} (host {self._hosts[rank]})" if rank in self._hosts else f"rank {rank}"

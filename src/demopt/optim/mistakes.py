@@ -6,7 +6,6 @@ parameters in its first step (`look_at_models`). `Mistakes` watches the script a
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -119,13 +118,15 @@ class Mistakes:
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
-        self._rates = Rates(optimizer.param_groups if is_new else [])
+        self._built = [_rate(group) for group in optimizer.param_groups] if is_new else []  # rates, until a hint
+        self._last = [0.0] * len(self._built)  # rates at the last round
+        self._still = 0  # rounds since a rate rose
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._steps = 0  # local steps
 
     def note_state(self, has_local_weights: bool) -> None:
         """A state was loaded, or the run's weights came: late in a run rates are small."""
-        self._rates = Rates([])
+        self._built = []
         self._loaded = self._optimizer._weights.fingerprint() if has_local_weights else None
 
     def look_before_step(self) -> None:
@@ -154,9 +155,28 @@ class Mistakes:
         return collectives_between(replicator.session.exchange.global_ranks) if looks else 0
 
     def look_at_rates(self) -> None:
-        """At a round."""
-        if hint := self._rates.hint(self._optimizer.param_groups):
-            self._optimizer.warn_once("rate", hint)
+        """At a round: notices a script that writes its own rate over the one that an inner optimizer was built with.
+
+        A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch:
+        that scales the rate it finds, and marks the group with `initial_lr`.
+        """
+        groups = self._optimizer.param_groups[: len(self._built)]
+        rates = [_rate(group) for group in groups]
+        self._still = 0 if any(rate > last for rate, last in zip(rates, self._last, strict=False)) else self._still + 1
+        self._last = rates
+        small = [
+            n for n, group in enumerate(groups) if rates[n] < _SMALL * self._built[n] and "initial_lr" not in group
+        ]
+        if not small:
+            self._built = []
+        elif self._still >= _STILL_ROUNDS:
+            number, built, self._built = small[0], self._built[small[0]], []
+            self._optimizer.warn_once(
+                "rate",
+                f"the learning rate of inner group {number} is {rates[number]:g}; it was built with {built:g}, and no scheduler "
+                "of torch lowered it. If the script writes its own rate into param_groups, write the optimizer's "
+                "(Muon's is about 10 times AdamW's) there, and likewise wherever the script has a rate, such as min_lr",
+            )
 
     def look_at_evaluation(self) -> None:
         """The model runs in eval()."""
@@ -181,44 +201,6 @@ class Mistakes:
     @property
     def _since_round(self) -> str:
         return f"{self._optimizer.local_steps} step{'s' * (self._optimizer.local_steps != 1)}"
-
-
-class Rates:
-    """Notices a script that writes its own learning rate over the one that an inner optimizer was built with.
-
-    A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch: that
-    scales the rate it finds, and marks the group with `initial_lr`.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._built = [_rate(group) for group in groups]
-        self._last = [0.0] * len(groups)
-        self._still = 0
-
-    def hint(self, groups: Sequence[dict[str, Any]]) -> str | None:
-        """After a round: returns a hint about a group, once, if its rates stay far below the one it was built with."""
-        if not self._built:
-            return None
-        now = [_rate(group) for group in groups[: len(self._built)]]
-        suspects = [
-            (number, rate, built)
-            for number, (rate, built) in enumerate(zip(now, self._built, strict=False))
-            if rate < _SMALL * built and "initial_lr" not in groups[number]
-        ]
-        if not suspects:
-            self._built = []
-            return None
-        self._still = 0 if any(rate > last for rate, last in zip(now, self._last, strict=False)) else self._still + 1
-        self._last = now
-        if self._still < _STILL_ROUNDS:
-            return None
-        self._built = []
-        number, rate, built = suspects[0]
-        return (
-            f"the learning rate of inner group {number} is {rate:g}; it was built with {built:g}, and no scheduler of "
-            "torch lowered it. If the script writes its own rate into param_groups, write the optimizer's (Muon's is "
-            "about 10 times AdamW's) there, and likewise wherever the script has a rate, such as min_lr"
-        )
 
 
 def _rate(group: dict[str, Any]) -> float:

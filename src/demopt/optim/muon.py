@@ -157,9 +157,8 @@ class BatchedMuon(_TorchMuon):  # type: ignore[misc]
             for matrix in group["params"]:
                 if matrix.grad is not None:
                     is_alone = matrix.is_cpu or hasattr(matrix, "placements")
-                    alike.setdefault(matrix if is_alone else (matrix.shape, matrix.dtype, matrix.device), []).append(
-                        matrix
-                    )
+                    kind = matrix if is_alone else (matrix.shape, matrix.dtype, matrix.device)
+                    alike.setdefault(kind, []).append(matrix)
             for same in alike.values():
                 most = max(_BATCH_ELEMENTS // max(same[0].numel(), 1), 1)
                 for first in range(0, len(same), most):

@@ -4,8 +4,10 @@ One piece travels while the host reads or fills the other. The device runs nothi
 where it has streams, and no memory of the device is needed.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,18 +26,18 @@ class Staging:
 
     def copy(self, pairs: Iterable[Pair]) -> None:
         """Copies each first tensor to the second, converting dtypes on the host."""
-        found: dict[tuple[str, torch.device], list[Pair]] = {}
+        found: defaultdict[tuple[str, torch.device], list[Pair]] = defaultdict(list)
         for source, target in pairs:
             if source.device == target.device and target.is_cpu:
                 target.copy_(source)
             elif source.device == target.device:
-                found.setdefault(("along", target.device), []).append((source, target))
+                found["along", target.device].append((source, target))
             elif source.stride() != target.stride() or not _is_block(source):
                 target.copy_(source)  # not in one piece of memory: torch copies it by a detour
             elif source.is_cpu:
-                found.setdefault(("up", target.device), []).append((source, target))
+                found["up", target.device].append((source, target))
             else:
-                found.setdefault(("down", source.device), []).append((source, target))
+                found["down", source.device].append((source, target))
         for (way, device), mine in found.items():
             if way == "along":
                 sources, targets = zip(*mine, strict=True)
@@ -58,7 +60,6 @@ class _Lane:
             self._events = [torch.Event(device), torch.Event(device)]
         except (RuntimeError, NotImplementedError, TypeError):  # as on MPS: copies then wait
             self._stream, self._events = None, []
-        self._buffers: list[Tensor] = []
 
     def down(self, pairs: list[Pair]) -> None:
         """Device to host; returns when all is there."""
@@ -112,20 +113,18 @@ class _Lane:
                 if used + size > PIECE_BYTES:
                     yield slot, load
                     slot, used, load = 1 - slot, 0, []
-                staged = self._buffer(slot)[used : used + size].view(dtype)
+                staged = self._buffers[slot, used : used + size].view(dtype)
                 load.append((staged, source[start:stop], target[start:stop]))
                 used += -(-size // _ALIGNMENT) * _ALIGNMENT
         if load:
             yield slot, load
 
-    def _buffer(self, slot: int) -> Tensor:
-        if not self._buffers:
-            for _ in range(2):
-                try:
-                    self._buffers.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
-                except (RuntimeError, NotImplementedError):  # the device cannot reach page-locked memory faster
-                    self._buffers.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu"))
-        return self._buffers[slot]
+    @cached_property
+    def _buffers(self) -> Tensor:  # uint8 [2, bytes]
+        try:
+            return torch.empty(2, PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except (RuntimeError, NotImplementedError):  # the device cannot reach page-locked memory faster
+            return torch.empty(2, PIECE_BYTES, dtype=torch.uint8, device="cpu")
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
