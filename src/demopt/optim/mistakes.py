@@ -160,22 +160,21 @@ class Mistakes:
         A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch:
         that scales the rate it finds, and marks the group with `initial_lr`.
         """
-        groups = self._optimizer.param_groups[: len(self._built)]
-        rates = [_rate(group) for group in groups]
+        rates = [_rate(group) for group in self._optimizer.param_groups[: len(self._built)]]
         self._still = 0 if any(rate > last for rate, last in zip(rates, self._last, strict=False)) else self._still + 1
         self._last = rates
-        small = [
-            n for n, group in enumerate(groups) if rates[n] < _SMALL * self._built[n] and "initial_lr" not in group
-        ]
-        if not small:
+        small = [number for number, rate in enumerate(rates) if rate < _SMALL * self._built[number]]
+        suspects = [number for number in small if "initial_lr" not in self._optimizer.param_groups[number]]
+        if not suspects:
             self._built = []
         elif self._still >= _STILL_ROUNDS:
-            number, built, self._built = small[0], self._built[small[0]], []
+            number, built, self._built = suspects[0], self._built[suspects[0]], []
             self._optimizer.warn_once(
                 "rate",
-                f"the learning rate of inner group {number} is {rates[number]:g}; it was built with {built:g}, and no scheduler "
-                "of torch lowered it. If the script writes its own rate into param_groups, write the optimizer's "
-                "(Muon's is about 10 times AdamW's) there, and likewise wherever the script has a rate, such as min_lr",
+                f"the learning rate of inner group {number} is {rates[number]:g}; it was built with {built:g}, and no "
+                "scheduler of torch lowered it. If the script writes its own rate into param_groups, write the "
+                "optimizer's (Muon's is about 10 times AdamW's) there, and likewise wherever the script has a rate, "
+                "such as min_lr",
             )
 
     def look_at_evaluation(self) -> None:
