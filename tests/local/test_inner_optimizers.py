@@ -208,6 +208,7 @@ def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay: int) 
         assert torch.equal(first, before[0])  # local steps since the round are kept
         marks += train(optimizer, range(4, 6), exchange.rank)
         assert not torch.equal(second, before[1])
+        assert optimizer.inner[0].param_groups[1] is optimizer.param_groups[1]
         return [*marks, *train(optimizer, range(6, 12), exchange.rank)]
 
     one, other = ranks.threads(work, 2)

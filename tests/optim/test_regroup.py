@@ -162,33 +162,6 @@ def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_eac
     assert one == other
 
 
-def test_resync_repairs_a_round_refused_by_one_rank() -> None:
-    """Rank 1 refuses a round that the others apply; all then take rank 0's parameters and step."""
-
-    def damaged_once(exchange: Exchange) -> list[int]:
-        due = [False]
-
-        def damage(messages: torch.Tensor) -> torch.Tensor:
-            if due[0]:
-                messages[0, -1] ^= 1
-            return messages
-
-        optimizer = problems.demo(problems.Faulty(exchange, damage) if exchange.rank == 1 else exchange)
-        problems.train(optimizer, range(2), exchange.rank)
-        due[0] = True
-        if exchange.rank == 1:
-            with pytest.raises(MessageError):
-                problems.train(optimizer, range(2, 3), exchange.rank)
-        else:
-            problems.train(optimizer, range(2, 3), exchange.rank)
-        due[0] = False
-        optimizer.resync(0)
-        return problems.train(optimizer, range(3, 5), exchange.rank).fingerprints
-
-    marks = ranks.threads(damaged_once, 3)
-    assert all(mark == marks[0] for mark in marks)
-
-
 @pytest.mark.parametrize("local", [False, True])
 def test_failed_step_leaves_no_loss_scale(local: bool) -> None:
     link = problems.FailsWhenDue(SingleRank())

@@ -1,4 +1,7 @@
-"""Routes: "auto" takes the one that receives fewer bytes, and says so; after a failure all is as it was on both."""
+"""Routes: "auto" takes the one that receives fewer bytes, and says so; after a failure all is as it was on both.
+
+Where one rank alone has failed, resync makes all replicas again.
+"""
 
 import re
 from collections.abc import Callable
@@ -127,25 +130,25 @@ class Flipping(problems.Faulty):
         return super().all_to_all(parts_WB)
 
 
-def _corrupted(exchange: Exchange, route: str, bad_rank: int, parts: bool) -> BaseException | None:
-    """What rank 0 receives is corrupted in the row of `bad_rank`."""
+def _corrupted(exchange: Exchange, route: str, bad_rank: int, parts: bool) -> tuple[BaseException | None, list[int]]:
+    """What rank 0 receives in the third step is corrupted in the row of `bad_rank`; then all take rank 1's weights."""
     flipping = Flipping(exchange, bad_rank, parts)
     optimizer = ON[route](flipping, MANY)
-    return _step_that_fails(optimizer, lambda: setattr(flipping, "armed", exchange.rank == 0), exchange.rank)
-
-
-@pytest.mark.parametrize("route", ["gather", "owner"])
-@pytest.mark.parametrize("bad_rank", [0, 2])
-def test_corrupted_result_is_refused_on_arrival(route: str, bad_rank: int) -> None:
-    first, *others = ranks.threads(_corrupted, 3, route, bad_rank, False)
-    assert isinstance(first, MessageError)
-    assert first.rank == bad_rank
-    assert others == [None, None]
+    error = _step_that_fails(optimizer, lambda: setattr(flipping, "armed", exchange.rank == 0), exchange.rank)
+    flipping.armed = False
+    optimizer.resync(1)
+    return error, problems.fingerprints(optimizer, range(3, 5), exchange.rank)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_part_that_an_owner_refuses_is_refused_by_all(bad_rank: int) -> None:
-    for error in ranks.threads(_corrupted, 3, "owner", bad_rank, True):
+@pytest.mark.parametrize(("route", "parts"), [("gather", False), ("owner", False), ("owner", True)])
+def test_corrupted_bytes_are_refused_where_they_arrive_and_by_all_if_they_are_parts_and_resync_repairs(
+    route: str, parts: bool, bad_rank: int
+) -> None:
+    (first, marks), *others = ranks.threads(_corrupted, 3, route, bad_rank, parts)
+    for error in [first, *(error for error, _ in others if parts)]:
         assert isinstance(error, MessageError)
         assert error.rank == bad_rank
-        assert "refused by rank 0" in str(error)
+        assert ("refused by rank 0" in str(error)) == parts
+    assert parts or [error for error, _ in others] == [None, None]
+    assert all(of_rank == marks for _, of_rank in others)
