@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 import demopt
 import problems
-from demopt import DeMo, LocalDeMo
 from demopt.core import transform
 from demopt.core.chunking import chunking
 from demopt.exchange import SingleRank
@@ -80,18 +79,17 @@ R, C = WHOLE.chunk_shape
 COUNT = 2 * WHOLE.chunks
 
 
-def _kernel(keep: int | None) -> Kernel:
-    bases = transform.basis("dct", R, torch.float32), transform.basis("dct", C, torch.float32)
-    return Kernel([WHOLE] * 2, bases, bases, 1.0, keep)
-
-
 def _random(*shape: int) -> Tensor:
     return problems.draw(shape, 3)
 
 
-def _strongest(ranks: int = 2, keep: int = 3) -> dict[str, Tensor]:
-    positions = torch.arange(keep).expand(ranks, COUNT, keep).contiguous()
-    return {"positions": positions, "levels": torch.ones_like(positions), "codes": torch.full((ranks, COUNT), 2000)}
+def _matrices(*names: str) -> dict[str, Tensor]:
+    return {name: _random(33, 20) for name in names}
+
+
+def _strongest() -> dict[str, Tensor]:
+    positions = torch.arange(3).expand(2, COUNT, 3).contiguous()
+    return {"positions": positions, "levels": torch.ones_like(positions), "codes": torch.full((2, COUNT), 2000)}
 
 
 def _signs(ranks: int = 2) -> dict[str, Tensor]:
@@ -99,21 +97,18 @@ def _signs(ranks: int = 2) -> dict[str, Tensor]:
     return {"signs": signs.to(torch.uint8), "codes": torch.full((ranks, COUNT), 2000)}
 
 
-def _extract(keep: int | None, given: dict[str, Tensor]) -> list[Tensor]:
-    found = _kernel(keep).extract(
-        [given["gradient"], given["gradient 2"]], [given["minus"], None], given["momentum"], (0.9, 0.5)
-    )
-    return [*found, given["momentum"]]
+def _kernel(keep: int | None = None) -> Kernel:
+    bases = transform.basis("dct", R, torch.float32), transform.basis("dct", C, torch.float32)
+    return Kernel([WHOLE] * 2, bases, bases, 1.0, keep)
 
 
-def _apply(received: step.Received, given: dict[str, Tensor]) -> list[Tensor]:
-    _kernel(None).apply([given["parameter"], given["parameter 2"]], received, False, (1.0, -0.1))
-    return [given["parameter"], given["parameter 2"]]
+def _extract(keep: int | None, given: dict[str, Tensor]) -> Any:
+    gradients = [given["gradient"], given["gradient 2"]]
+    return _kernel(keep).extract(gradients, [given["minus"], None], given["momentum"], (0.9, 0.5))
 
 
-def _invert(received: step.Received, given: dict[str, Tensor]) -> list[Tensor]:
-    _kernel(None).invert(received, True, given["out"])
-    return [given["out"]]
+def _apply(received: step.Received, given: dict[str, Tensor]) -> None:
+    _kernel().apply([given["parameter"], given["parameter 2"]], received, False, (1.0, -0.1))
 
 
 def _of_strongest(given: dict[str, Tensor]) -> step.Received:
@@ -124,99 +119,91 @@ def _of_signs(given: dict[str, Tensor]) -> step.Received:
     return received_signs(given["signs"], given["codes"], (1, 2))
 
 
-def _subtract_sent(given: dict[str, Tensor]) -> list[Tensor]:
-    step.subtract_sent(given["momentum"], given["signs"], given["codes"], 0.5, 0.75)
-    return [given["momentum"]]
+INPUTS: dict[str, Tensor] = {**_matrices("gradient", "gradient 2", "minus"), "momentum": _random(COUNT, R, C)}
+PARAMETERS = _matrices("parameter", "parameter 2")
+OUT = {"out": _random(COUNT, R, C)}
+ASCENDING = torch.tensor([[1, 6, 7, 12], [0, 1, 2, 15]])
 
-
-def _answer(given: dict[str, Tensor]) -> list[Tensor]:
-    return [*step.answer(_of_signs(given), given["error"], given["sum"]), given["sum"]]
-
-
-def _inputs() -> dict[str, Tensor]:
-    matrices = {name: _random(33, 20) for name in ("gradient", "gradient 2", "minus")}
-    return {**matrices, "momentum": _random(COUNT, R, C)}
-
-
-def _parameters() -> dict[str, Tensor]:
-    return {name: _random(33, 20) for name in ("parameter", "parameter 2")}
-
-
-def _ascending() -> Tensor:
-    return torch.tensor([[1, 6, 7, 12], [0, 1, 2, 15]])
-
-
-#: Each entry to C: the arguments of a right call, and the call, which returns all that it writes.
-ENTRIES: dict[str, tuple[Callable[[], dict[str, Tensor]], Callable[[dict[str, Tensor]], list[Tensor]]]] = {
-    "extract strongest": (_inputs, lambda given: _extract(5, given)),
-    "extract signs": (_inputs, lambda given: _extract(None, given)),
-    "apply strongest": (lambda: {**_parameters(), **_strongest()}, lambda given: _apply(_of_strongest(given), given)),
-    "apply signs": (lambda: {**_parameters(), **_signs()}, lambda given: _apply(_of_signs(given), given)),
-    "invert strongest": (
-        lambda: {"out": _random(COUNT, R, C), **_strongest()},
-        lambda given: _invert(_of_strongest(given), given),
+#: Each entry to C: the arguments of a right call, of which those of WRITTEN are written to; and the call.
+ENTRIES: dict[str, tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]] = {
+    "extract strongest": (INPUTS, lambda given: _extract(5, given)),
+    "extract signs": (INPUTS, lambda given: _extract(None, given)),
+    "apply strongest": (PARAMETERS | _strongest(), lambda given: _apply(_of_strongest(given), given)),
+    "apply signs": (PARAMETERS | _signs(), lambda given: _apply(_of_signs(given), given)),
+    "invert strongest": (OUT | _strongest(), lambda given: _kernel().invert(_of_strongest(given), True, given["out"])),
+    "invert signs": (OUT | _signs(), lambda given: _kernel().invert(_of_signs(given), True, given["out"])),
+    "subtract sent": (
+        {"momentum": _random(COUNT, R * C), **_signs(1)},
+        lambda given: step.subtract_sent(given["momentum"], given["signs"], given["codes"], 0.5, 0.75),
     ),
-    "invert signs": (lambda: {"out": _random(COUNT, R, C), **_signs()}, lambda given: _invert(_of_signs(given), given)),
-    "subtract sent": (lambda: {"momentum": _random(COUNT, R * C), **_signs(1)}, _subtract_sent),
-    "answer": (lambda: {"error": _random(COUNT, R * C), "sum": _random(COUNT, R * C), **_signs()}, _answer),
-    "pack": (lambda: {"values": torch.arange(16)}, lambda given: [bits.pack(given["values"], 5)]),
+    "answer": (
+        {"error": _random(COUNT, R * C), "sum": _random(COUNT, R * C), **_signs()},
+        lambda given: step.answer(_of_signs(given), given["error"], given["sum"]),
+    ),
+    "pack": ({"values": torch.arange(16)}, lambda given: bits.pack(given["values"], 5)),
     "unpack": (
-        lambda: {"packed": torch.arange(20, dtype=torch.uint8).view(2, 10)},
-        lambda given: [bits.unpack(given["packed"], 5, 16)],
+        {"packed": torch.arange(20, dtype=torch.uint8).view(2, 10)},
+        lambda given: bits.unpack(given["packed"], 5, 16),
     ),
-    "pack unary": (lambda: {"positions": _ascending()}, lambda given: [bits.pack_unary(given["positions"], 2, 8)]),
+    "pack unary": ({"positions": ASCENDING}, lambda given: bits.pack_unary(given["positions"], 2, 8)),
     "unpack unary": (
-        lambda: {"maps": bits.pack_unary(_ascending(), 2, 8).view(1, 2)},
-        lambda given: [*bits.unpack_unary(given["maps"], 2, 4, 8)],
+        {"maps": bits.pack_unary(ASCENDING, 2, 8).view(1, 2)},
+        lambda given: bits.unpack_unary(given["maps"], 2, 4, 8),
     ),
 }
+WRITTEN = {"momentum", "parameter", "parameter 2", "out", "sum"}
+
+
+def _copies(entry: str) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in ENTRIES[entry][0].items()}
+
+
+def _outcome(entry: str, given: dict[str, Tensor]) -> list[Tensor]:
+    """What the call returns and writes."""
+    found = ENTRIES[entry][1](given)
+    returned = [found] if torch.is_tensor(found) else found or []
+    return [*returned, *(tensor for name, tensor in given.items() if name in WRITTEN)]
 
 
 @given(entry=st.sampled_from(sorted(ENTRIES)), which=st.integers(0, 5), name=st.sampled_from(sorted(MUTATIONS)))
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_a_wrong_tensor_is_refused_or_read_rightly(entry: str, which: int, name: str) -> None:
-    make, call = ENTRIES[entry]
-    wrong = make()
+    wrong = _copies(entry)
     argument = sorted(wrong)[which % len(wrong)]
     try:
         wrong[argument] = MUTATIONS[name](wrong[argument])
     except (RuntimeError, IndexError):
         return  # there is no such tensor
     try:
-        found = call(wrong)
+        found = _outcome(entry, wrong)
     except (TypeError, ValueError, AttributeError):
         return
-    plain = {key: value.clone() for key, value in make().items()}
+    plain = _copies(entry)
     if name == "far":
         return  # other numbers are none of the gate's business, where they stay inside of the memory
     if torch.is_tensor(wrong[argument]) and wrong[argument].shape == plain[argument].shape:
-        assert problems.same(found, call({**plain, argument: _plain(make()[argument], name)}))
-
-
-def _plain(tensor: Tensor, mutation: str) -> Tensor:
-    """The numbers that the mutation leaves, as a plain tensor of the dtype that it had."""
-    return MUTATIONS[mutation](tensor).resolve_neg().to(tensor.dtype, copy=True).contiguous()
+        # the numbers that the mutation leaves, as a plain tensor of the dtype that it had
+        left = MUTATIONS[name](plain[argument]).resolve_neg().to(plain[argument].dtype, copy=True).contiguous()
+        assert problems.same(found, _outcome(entry, {**plain, argument: left}))
 
 
 @pytest.mark.parametrize(
-    "entry", ["extract signs", "apply signs", "apply strongest", "answer", "subtract sent", "invert signs"]
+    ("entry", "written", "other"),
+    [
+        ("extract signs", "momentum", "gradient"),
+        *((f"apply {kind}", "parameter", "parameter 2") for kind in ("signs", "strongest")),
+        ("answer", "sum", "error"),
+        ("subtract sent", "momentum", "signs"),
+        ("invert signs", "out", "signs"),
+    ],
 )
-def test_tensors_that_share_memory_with_a_written_one_are_refused(entry: str) -> None:
-    make, call = ENTRIES[entry]
-    pairs = {
-        "extract signs": ("momentum", "gradient"),
-        "answer": ("sum", "error"),
-        "subtract sent": ("momentum", "signs"),
-        "invert signs": ("out", "signs"),
-    }
-    written, other = pairs.get(entry, ("parameter", "parameter 2"))
-    given_ = make()
-    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+def test_tensors_that_share_memory_with_a_written_one_are_refused(entry: str, written: str, other: str) -> None:
+    given_, memory = _copies(entry), torch.zeros(1 << 20, dtype=torch.uint8)
     for name in (written, other):
         each = given_[name]
         given_[name] = memory[: each.nbytes].view(each.dtype).view(each.shape).copy_(each)
     with pytest.raises(ValueError, match="share memory that the kernel writes"):
-        call(given_)
+        _outcome(entry, given_)
 
 
 # Whole optimizers
@@ -224,17 +211,17 @@ def test_tensors_that_share_memory_with_a_written_one_are_refused(entry: str) ->
 SHAPES = [(33, 20), (40,), (2, 3, 5)]
 
 
-def _make(kind: str, parameters: list[Parameter], **more: Any) -> Any:
-    if kind == "DeMo":
-        return DeMo(parameters, process_group=SingleRank(), **{**problems.SMALL, "update": "sgd"}, **more)
-    return LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, process_group=SingleRank(), chunk=16, **more)
+def _make(kind: str, kernels: str = "auto", shapes: Any = SHAPES) -> tuple[Any, list[Parameter]]:
+    """An optimizer, and its parameters."""
+    more = {"exchange": SingleRank(), "shapes": shapes, "kernels": kernels}
+    optimizer: Any = problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
+    return optimizer, problems.all_parameters(optimizer)
 
 
 @given(which=st.integers(0, 2), name=st.sampled_from(sorted(MUTATIONS)), kernels=st.sampled_from(["auto", "torch"]))
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which: int, name: str, kernels: str) -> None:
-    parameters = problems.parameters(SHAPES)
-    replicator = _make("DeMo", parameters, kernels=kernels).replicator
+    replicator = _make("DeMo", kernels)[0].replicator
     gradients: list[Any] = [problems.draw(shape, 5) for shape in SHAPES]
     before = [entry["momentum"].clone() for entry in replicator.state.values()]
     try:
@@ -257,15 +244,14 @@ def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which: int,
 @pytest.mark.parametrize("gradients", [[], [torch.zeros(33, 20)], [None] * 4], ids=len)
 def test_replicator_refuses_another_number_of_gradients(gradients: list[Any]) -> None:
     with pytest.raises(ValueError, match=f"got {len(gradients)} gradients for 3 parameters"):
-        _make("DeMo", problems.parameters(SHAPES)).replicator.extract(gradients)
+        _make("DeMo")[0].replicator.extract(gradients)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("shape", [(16, 16), (20, 33), (660,), (66, 40)], ids=str)
 def test_step_refuses_a_parameter_whose_data_got_another_shape(kind: str, kernels: str, shape: tuple[int, ...]) -> None:
-    parameters = problems.parameters(SHAPES)
-    optimizer = _make(kind, parameters, kernels=kernels)
+    optimizer, parameters = _make(kind, kernels)
     for number in range(3):
         problems.set_gradients(parameters, number)
         if number == 1:
@@ -284,8 +270,7 @@ def test_step_refuses_a_parameter_whose_data_got_another_shape(kind: str, kernel
 
 @pytest.mark.parametrize("shape", [(16, 16), (66, 40)], ids=str)
 def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(shape: tuple[int, ...]) -> None:
-    parameters = problems.parameters(SHAPES)
-    optimizer = _make("DeMo", parameters)
+    optimizer, parameters = _make("DeMo")
     problems.set_gradients(parameters, 0)
     messages = optimizer.exchange(optimizer.extract())
     kept, parameters[1].data = parameters[1].data, torch.zeros(shape)
@@ -303,8 +288,7 @@ def test_parameters_of_another_dtype_since_train_on(kind: str, dtype: torch.dtyp
     """As `model.to(dtype)` after the optimizer was built."""
     ends = []
     for kernels in ("auto", "torch"):
-        parameters = problems.parameters(SHAPES)
-        optimizer = _make(kind, parameters, kernels=kernels)
+        optimizer, parameters = _make(kind, kernels)
         for number in range(4):
             if number == 2:
                 for parameter in parameters:
@@ -321,20 +305,16 @@ def test_parameters_that_share_memory_have_the_bits_of_torch() -> None:
     """Weights that are tied by their data: threads of a kernel would write them at the same time."""
     ends = []
     for kernels in ("auto", "torch"):
-        parameters = problems.parameters([(33, 20), (33, 20)])
+        optimizer, parameters = _make("DeMo", kernels, [(33, 20), (33, 20)])
         parameters[1].data = parameters[0].data
-        optimizer = _make("DeMo", parameters, kernels=kernels)
-        for number in range(3):
-            problems.set_gradients(parameters, number)
-            optimizer.step()
+        problems.fingerprints(optimizer, range(3))
         ends.append(parameters[0].detach())
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("message", [torch.zeros(8, dtype=torch.uint8), torch.zeros(3), torch.zeros(2, 64)], ids=str)
 def test_exchange_refuses_what_is_no_message_of_extract(message: Tensor) -> None:
-    parameters = problems.parameters(SHAPES)
-    optimizer = _make("DeMo", parameters)
+    optimizer, parameters = _make("DeMo")
     problems.set_gradients(parameters, 0)
     right = optimizer.extract()
     with pytest.raises(ValueError, match="extract returned uint8"):
