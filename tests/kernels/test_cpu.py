@@ -16,7 +16,7 @@ from torch import Tensor
 import hatch_build
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
+from demopt import DeMo
 from demopt.core import exact, top_k, transform
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import chunking
@@ -321,14 +321,8 @@ def test_the_number_of_threads_changes_no_bit(top_k: int | None) -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            parameters = problems.parameters([(520, 700), (300, 130), (1000,)])
-            inner = torch.optim.SGD(parameters, lr=0.1, foreach=False)
-            optimizer = LocalDeMo(inner, sync_every=1, top_k=top_k, process_group=SingleRank())
-            for number in range(3):
-                problems.set_gradients(parameters, number)
-                optimizer.step()
-            ends.append((optimizer.fingerprint(), [entry["error"].clone() for entry in optimizer.state.values()]))
+            optimizer = problems.local(SingleRank(), [(520, 700), (300, 130), (1000,)], top_k=top_k, chunk=64)
+            ends.append(problems.train(optimizer, range(3)))
     finally:
         torch.set_num_threads(before)
-    assert [end[0] for end in ends] == [ends[0][0]] * 3
-    assert all(problems.same(end[1], ends[0][1]) for end in ends)
+    assert all(problems.same_history(end, ends[0]) for end in ends)

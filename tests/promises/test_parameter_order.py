@@ -1,6 +1,7 @@
 """Parameters in another order on one rank are refused before weights are copied; other names or seeds are not."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,16 +29,27 @@ def named(model: nn.Module) -> list[Any]:
     return list(model.named_parameters())
 
 
+def wrapped(model: nn.Module) -> list[Any]:
+    prefix = "module._orig_mod._fsdp_wrapped_module."
+    return [(prefix + name.replace(".", "._checkpoint_wrapped_module.", 1), p) for name, p in named(model)]
+
+
 def swapped(given: list[Any], first: int = 0, second: int = 4) -> list[Any]:
     """Two layers swapped: the default is the weights of two matrices."""
     given[first], given[second] = given[second], given[first]
     return given
 
 
-def told(kind: str, of_rank: list[Callable[[], list[Any]]]) -> list[str]:
-    """What each rank is told in its first step; the weights are unchanged if that is an error."""
+def trained_in_part() -> list[Any]:
+    model: Any = model_of()
+    with torch.no_grad():
+        model[0][1].weight.mul_(1.5)  # ones here become ones of rank 0 elsewhere
+        model[1][0].weight.copy_(model[2][0].weight)  # a copy: the other one is in its place
+    return plain(model)
 
-    lists = [make() for make in of_rank]  # here: seeds are those of the whole process
+
+def told(kind: str, lists: Sequence[list[Any]]) -> list[str]:
+    """What each rank is told in its first step; the weights are unchanged if that is an error."""
 
     def work(exchange: Exchange) -> str:
         given = lists[exchange.rank]
@@ -50,25 +62,37 @@ def told(kind: str, of_rank: list[Callable[[], list[Any]]]) -> list[str]:
         except SettingsError as error:
             assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
             return str(error)
-        return "nothing"
+        return ""
 
     return ranks.threads(work, 2)
 
 
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_another_order_is_refused_by_name_also_with_other_weights(kind: str) -> None:
-    for found in told(kind, [lambda: named(model_of(0)), lambda: swapped(named(model_of(1)))]):
-        assert found.startswith("rank 1 has parameter 0 '1.0.weight' where rank 0 has it at place 4: give the param")
+BY_NAME = "rank 1 has parameter 0 '1.0.weight' where rank 0 has it at place 4: give the param"
+BY_VALUES = "rank 1 has parameter .* where rank 0 has it at place"
+#: How rank 0 gives its parameters, those of rank 1, and what both are told.
+PAIRS: dict[str, tuple[Callable[[nn.Module], list[Any]], Callable[[], list[Any]], str]] = {
+    "names, other weights": (named, lambda: swapped(named(model_of(1))), BY_NAME),
+    "names with wrappers": (named, lambda: swapped(wrapped(model_of())), BY_NAME),
+    "matrices": (plain, lambda: swapped(plain(model_of())), BY_VALUES),
+    "a norm's ones and zeros": (plain, lambda: swapped(plain(model_of()), 2, 3), BY_VALUES),
+    "frozen matrices": (plain, lambda: swapped(plain(model_of()), 12, 14), BY_VALUES),
+    "wrappers alone": (named, lambda: wrapped(model_of()), ""),
+    "names of one rank alone": (named, lambda: plain(model_of()), ""),
+    "another seed": (plain, lambda: plain(model_of(1)), ""),
+    "partly other weights": (plain, trained_in_part, ""),
+}
 
 
+@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-@pytest.mark.parametrize("places", [(0, 4), (2, 3), (12, 14)])
-def test_another_order_without_names_is_told_from_another_seed_by_the_values(
-    kind: str, places: tuple[int, int]
-) -> None:
-    """(2, 3): a norm's weight and bias, ones and zeros. (12, 14): frozen matrices."""
-    wrong = told(kind, [lambda: plain(model_of()), lambda: swapped(plain(model_of()), *places)])
-    assert all("rank 1 has parameter" in found and "where rank 0 has it at place" in found for found in wrong)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_rank(pair: str, kind: str) -> None:
+    give, other, said = PAIRS[pair]
+    found = told(kind, (give(model_of()), other()))
+    if said:
+        assert all(re.match(said, each) for each in found)
+    else:
+        assert found == told(kind, (other(), give(model_of()))) == ["", ""]
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
@@ -80,23 +104,8 @@ def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind: str, dtype:
         return [*plain(model_of()), nn.Parameter(frozen, requires_grad=False)]
 
     first, second = given(0), given(1)
-    assert told(kind, [lambda: first, lambda: second]) == ["nothing"] * 2
+    assert told(kind, [first, second]) == ["", ""]
     assert torch.equal(first[-1].view(torch.uint8), second[-1].view(torch.uint8))
-
-
-@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_other_seeds_and_partly_other_weights_are_no_other_order(kind: str) -> None:
-    def trained_in_part() -> list[Any]:
-        model = model_of()
-        with torch.no_grad():
-            model[0][1].weight.mul_(1.5)  # ones here become ones of rank 0 elsewhere
-            model[1][0].weight.copy_(model[2][0].weight)  # a copy: the other one is in its place
-        return plain(model)
-
-    for other in (lambda: plain(model_of(1)), trained_in_part):
-        assert told(kind, [lambda: plain(model_of()), other]) == ["nothing"] * 2
-        assert told(kind, [other, lambda: plain(model_of())]) == ["nothing"] * 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -113,17 +122,6 @@ def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who: int
 
     for found in ranks.threads(work, 2):
         assert found.startswith("rank 1 has parameter 0 where rank 0 has it at place 2: give the parameters")
-
-
-def test_wrappers_in_names_do_not_matter_and_names_of_some_ranks_alone_are_not_compared() -> None:
-    def wrapped(model: nn.Module) -> list[Any]:
-        prefix = "module._orig_mod._fsdp_wrapped_module."
-        return [(prefix + name.replace(".", "._checkpoint_wrapped_module.", 1), p) for name, p in named(model)]
-
-    assert told("LocalDeMo", [lambda: named(model_of()), lambda: wrapped(model_of())]) == ["nothing"] * 2
-    assert told("LocalDeMo", [lambda: named(model_of()), lambda: plain(model_of())]) == ["nothing"] * 2
-    for found in told("LocalDeMo", [lambda: named(model_of()), lambda: swapped(wrapped(model_of()))]):
-        assert found.startswith("rank 1 has parameter 0 '1.0.weight' where")
 
 
 @pytest.mark.parametrize("given", [plain, named])
