@@ -4,7 +4,8 @@ import functools
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,6 +218,15 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def same_history(left: History, right: History) -> bool:
     """Whether parameters and momenta ended equal, bit for bit."""
     return same(left.parameters, right.parameters) and same(left.momenta, right.momenta)
+
+
+@contextmanager
+def unchanged(optimizer: DeMo | LocalDeMo, recorder: Recorder | None = None) -> Iterator[None]:
+    """Inside, no parameter or momentum changes, and nothing is sent through `recorder`."""
+    before, sent = [*values(optimizer), *momenta(optimizer)], recorder and [*recorder.lengths]
+    yield
+    assert same([*values(optimizer), *momenta(optimizer)], before)
+    assert sent == (recorder and recorder.lengths)
 
 
 def assert_replicas(histories: Sequence[History]) -> None:

@@ -72,28 +72,26 @@ def _outcome(optimizer: Any, parameter: torch.nn.Parameter) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", [_demo, _local])
 def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) -> None:
-    optimizer, parameter = _made(make, SingleRank())
+    optimizer, _ = _made(make, SingleRank())
     messages = optimizer.exchange(optimizer.extract()).clone()
-    before, others = _outcome(optimizer, parameter), messages.clone()
-    messages[0, -1] ^= 1
-    with pytest.raises(MessageError):
-        optimizer.replicator.check(messages)
-    messages[0, -1] ^= 1
-    optimizer.replicator.check(messages)
-    messages[0, -1] ^= 1  # after it was checked
-    with pytest.raises(MessageError):
-        optimizer.apply(messages)
-    messages[0, -1] ^= 1
-    others[0, -1] ^= 1
-    while messages._version != others._version:
-        min(messages, others, key=lambda each: each._version).add_(0)
-    optimizer.replicator.check(messages)
-    with pytest.raises(MessageError):  # another tensor, changed as often
-        optimizer.apply(others)
-    for no_messages in (torch.tensor(0, dtype=torch.uint8), messages[0], messages.float()):
+    others = messages.clone()
+    with problems.unchanged(optimizer):
+        messages[0, -1] ^= 1
         with pytest.raises(MessageError):
-            optimizer.apply(no_messages)
-    assert problems.same(_outcome(optimizer, parameter), before)
+            optimizer.replicator.check(messages)
+        messages[0, -1] ^= 1
+        optimizer.replicator.check(messages)
+        messages[0, -1] ^= 1  # after it was checked
+        with pytest.raises(MessageError):
+            optimizer.apply(messages)
+        messages[0, -1] ^= 1
+        others[0, -1] ^= 1
+        while messages._version != others._version:
+            min(messages, others, key=lambda each: each._version).add_(0)
+        optimizer.replicator.check(messages)
+        for refused in (others, torch.tensor(0, dtype=torch.uint8), messages[0], messages.float()):
+            with pytest.raises(MessageError):  # the first is another tensor, changed as often
+                optimizer.apply(refused)
 
 
 @pytest.mark.parametrize("make", [_demo, _local])

@@ -234,11 +234,9 @@ def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None
         optimizer.add_param_group({"params": problems.parameters([shape])})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": problems.parameters([shape]), "update": "adamw"})
-    before = optimizer.fingerprint()
     optimizer.param_groups[1]["update"] = "muon"
-    with pytest.raises(ValueError, match=says):
+    with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
         problems.train(optimizer, range(1))
-    assert optimizer.fingerprint() == before
 
 
 @pytest.mark.parametrize(

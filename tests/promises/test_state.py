@@ -21,22 +21,15 @@ from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
 
 
-def onto(state_dict: dict[str, Any], old: DeMo) -> DeMo:
-    """A new optimizer over a copy of the old one's parameters, with a state loaded."""
+def by_state_dict(old: DeMo, carried: Callable[[Any], Any] = lambda state: state) -> DeMo:
+    """A new optimizer over a copy of the old one's parameters, with its state loaded."""
     new = DeMo(problems.twins(old), **problems.SMALL)
-    new.load_state_dict(state_dict)
+    new.load_state_dict(carried(old.state_dict()))
     return new
 
 
-def by_state_dict(old: DeMo) -> DeMo:
-    return onto(old.state_dict(), old)
-
-
 def by_file(old: DeMo) -> DeMo:
-    return onto(problems.by_file(old.state_dict()), old)
-
-
-CARRIERS = [by_state_dict, by_file, copy.deepcopy, problems.by_pickle]
+    return by_state_dict(old, problems.by_file)
 
 
 LOCAL = {"global", "error", "outer_velocity", "round", "local_steps", "transform", "saved_by"}
@@ -87,7 +80,7 @@ def test_backward_through_a_graph_from_before_a_step_is_refused() -> None:
 OTHER = {"transform": "identity", "chunk": 8, "top_k": 5, "update": "sgd", "chunking": "divisor"}
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("carrier", [by_state_dict, by_file, copy.deepcopy, problems.by_pickle])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("done", "settings"), [(0, {}), (3, {}), (3, OTHER), (3, {"update": "adamw"})])
 def test_state_resumes_bit_for_bit(
@@ -123,11 +116,23 @@ class _Snapshot:
     state: dict[str, Any]
 
 
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "owner", "top-k", "adamw"])
-def test_each_tensor_of_a_state_costs_what_it_holds(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        *((problems.demo, {"update": update}) for update in ("signum", "adamw")),
+        *((problems.local, more) for more in ({}, {"route": "owner"}, {"top_k": 24, "outer_momentum": 0.5})),
+    ],
+)
+def test_each_tensor_of_a_state_costs_what_it_holds(make: Callable[..., Any], settings: dict[str, Any]) -> None:
     """A view takes all that it looks at along: of 40 parameters, 40 times as much."""
-    shapes = [(32, 32)] * 40
-    for state in ranks.threads(_state_of, 2, kind, shapes):
+
+    def trained(exchange: Exchange) -> dict[str, Any]:
+        optimizer = make(exchange, [(32, 32)] * 40, **settings)
+        problems.train(optimizer, range(2), exchange.rank)
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    for state in ranks.threads(trained, 2):
         tensors = [value for entry in state["state"].values() for value in entry.values() if torch.is_tensor(value)]
         held = sum(tensor.nbytes for tensor in tensors)
         assert held >= 40 * 32 * 32 * 4
@@ -144,17 +149,6 @@ def test_each_tensor_of_a_state_costs_what_it_holds(kind: str) -> None:
             assert sizes < 1.1 * held + 2000 * len(tensors), write
         places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         assert len(places) == len(tensors), "safetensors refuses tensors that share memory"
-
-
-def _state_of(exchange: Exchange, kind: str, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
-    optimizer: DeMo | LocalDeMo
-    if kind in ("DeMo", "adamw"):
-        optimizer = problems.demo(exchange, shapes, update="adamw" if kind == "adamw" else "signum")
-    else:
-        local: dict[str, Any] = {"owner": {"route": "owner"}, "top-k": {"top_k": 24, "outer_momentum": 0.5}}
-        optimizer = problems.local(exchange, shapes, problems.ADAMW, **local.get(kind, {}))
-    problems.train(optimizer, range(2), exchange.rank)
-    return optimizer.state_dict()
 
 
 def test_deepcopy_with_model_trains_the_copied_model() -> None:
@@ -201,15 +195,14 @@ def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_cam
 def test_load_state_dict_refuses_another_model() -> None:
     optimizer = problems.demo(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))
-    before = problems.momenta(optimizer)
-    with pytest.raises(ValueError, match=r"parameter 1.*\[20\].*another"):
-        optimizer.load_state_dict(problems.demo(shapes=[(32, 16), (40,)]).state_dict())
-    stranger = torch.optim.SGD([Parameter(torch.zeros(32, 16)), Parameter(torch.zeros(20))], momentum=0.9)
-    with pytest.raises(ValueError, match="momentum"):
-        optimizer.load_state_dict(stranger.state_dict())
-    with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters, this optimizer of \[2\]"):
-        optimizer.load_state_dict(problems.demo(shapes=[(32, 16)]).state_dict())
-    assert problems.same(problems.momenta(optimizer), before)
+    others: dict[str, torch.optim.Optimizer] = {
+        r"parameter 1.*\[20\].*another": problems.demo(shapes=[(32, 16), (40,)]),
+        "momentum": torch.optim.SGD(problems.twins(optimizer), momentum=0.9),
+        r"parameter groups of \[1\] parameters, this optimizer of \[2\]": problems.demo(shapes=[(32, 16)]),
+    }
+    for says, other in others.items():
+        with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
+            optimizer.load_state_dict(other.state_dict())
     assert int(optimizer.state[problems.all_parameters(optimizer)[0]]["step"]) == 1
 
 
@@ -263,13 +256,10 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> Non
     recorder = problems.Recorder()
     optimizer, loaded = (DeMo(each.parameters(), process_group=recorder, **problems.SMALL) for each in (model, other))
     problems.train(optimizer, range(steps))
-    before, sent = (problems.momenta(optimizer), problems.values(optimizer)), list(recorder.lengths)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    other.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(other, loaded, state, options=options)
-    loaded.load_state_dict(loaded.state_dict())
-    assert recorder.lengths == sent
-    assert problems.same(problems.momenta(optimizer), before[0])
-    assert problems.same(problems.values(optimizer), before[1])
+    with problems.unchanged(optimizer, recorder):
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        other.load_state_dict(model.state_dict())
+        set_optimizer_state_dict(other, loaded, state, options=options)
+        loaded.load_state_dict(loaded.state_dict())
     expected = problems.train(optimizer, range(steps, steps + 2))
     assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)
