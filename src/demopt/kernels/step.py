@@ -45,30 +45,25 @@ class Member(ctypes.Structure):
 
 
 class Basis(ctypes.Structure):
-    """A basis as `Folded` lays it out."""
-
-    _fields_ = fields((WHOLE, "size folded"), (POINTER, "full odd even middle"))
-
-
-def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels cover chunks of this shape, dtype and device."""
-    return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and library() is not None
-
-
-class Folded:
     """A basis in the form that kernels need: its rows halved twice if they alternate between even and odd, as in a DCT.
 
     `of_columns`: for transforms of columns, whose rows are padded; `transposed`: for the forward one.
     """
 
+    _fields_ = fields((WHOLE, "size folded"), (POINTER, "full odd even middle"))
+
     def __init__(self, basis: Tensor, of_columns: bool = False, transposed: bool = False) -> None:
-        size = basis.shape[0]
-        folded = foldable(basis)
+        size, folded = len(basis), foldable(basis)
         parts = [basis[1::2, : size // 2], basis[::4, : size // 4], basis[2::4, : size // 4]] if folded else [basis]
         parts = [part.T for part in parts] if transposed else parts
-        self.parts = [padded(part) if of_columns else part.contiguous() for part in parts]
-        pointers = [address("basis", part, torch.float32) for part in self.parts]
-        self.struct = Basis(size, folded, *((None, *pointers) if folded else (pointers[0], None, None, None)))
+        self.alive = [padded(part) if of_columns else part.contiguous() for part in parts]  # it points to them
+        pointers = [address("basis", part, torch.float32) for part in self.alive]
+        super().__init__(size, folded, *((None, *pointers) if folded else pointers))
+
+
+def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels cover chunks of this shape, dtype and device."""
+    return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and library() is not None
 
 
 @functools.lru_cache(maxsize=256)
@@ -283,13 +278,13 @@ class Kernel:
             raise ValueError(f"bases have shapes {shapes}, and {keep} of a chunk's coefficients are to be kept")
         if any(cut.chunk_shape != sides for cut in chunkings):
             raise ValueError(f"chunks do not have the shape {sides} of the bases")
-        self._bases = Folded(bases[0]), Folded(bases[1], of_columns=True, transposed=True)
-        self._inverse_bases = Folded(inverse_bases[0]), Folded(inverse_bases[1], of_columns=True)
+        self._bases = Basis(bases[0]), Basis(bases[1], of_columns=True, transposed=True)
+        inverse = Basis(inverse_bases[0]), Basis(inverse_bases[1], of_columns=True)
         self._padded_rows = padded(inverse_bases[0])
-        bits = [exact.operand_bits(len(basis)) for basis in bases]
-        structs = [basis.struct for basis in self._inverse_bases]
-        self._inverse = (*structs, address("basis", self._padded_rows, torch.float32), *bits, basis_unit)
+        bits = [exact.operand_bits(side) for side in sides]
+        self._inverse = (*inverse, address("basis", self._padded_rows, torch.float32), *bits, basis_unit)
         self._members = members_of(chunkings)
+        self._at_members = ctypes.addressof(self._members), len(chunkings)
         self._chunks = sum(cut.chunks for cut in chunkings)
 
     def extract(
@@ -305,11 +300,9 @@ class Kernel:
         the gradients. Positions and values are those of `top_k.strongest`.
         """
         alive, (rows, columns) = read_from(self._members, gradients, minus), self._bases
-        sides = rows.struct.size, columns.struct.size
-        momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, *sides))
+        momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, rows.size, columns.size))
         check_apart([momentum_Crc], alive)
-        members = ctypes.addressof(self._members), len(self._members)
-        job = _Extract(*members, self._chunks, momentum, rows.struct, columns.struct, *factors)
+        job = _Extract(*self._at_members, self._chunks, momentum, rows, columns, *factors)
         if self._keep is None:
             found = _empty(self._chunks, self._length)
             job.signs, job.codes = (address("coefficients", each, each.dtype) for each in found)
@@ -333,14 +326,13 @@ class Kernel:
             _check_matrix(what, parameter, member)
             member.data, member.is_bfloat16, member.minus = address(what, parameter, torch.float32), False, None
         check_apart(parameters, received.alive)
-        members = ctypes.addressof(self._members), len(self._members)
-        job = _Apply(received, *members, *self._inverse, *factors, False, by_sign)
+        job = _Apply(received, *self._at_members, *self._inverse, *factors, False, by_sign)
         run("apply", job, self._chunks * self._length)
         torch.autograd.graph.increment_version(parameters)  # so that backward through an older graph is refused
 
     def invert(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
-        r, c = (basis.struct.size for basis in self._bases)
+        r, c = (basis.size for basis in self._bases)
         received.check(received.chunks, self._length)
         members = members_of([Chunking((received.chunks * r, c), (r, c), (received.chunks, 1))])  # one below the other
         members[0].data = address("chunks", out_Crc, torch.float32, (received.chunks, r, c))
