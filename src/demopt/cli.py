@@ -196,7 +196,7 @@ def _run(arguments: list[str]) -> int:
     except (InputError, SettingsError) as error:
         return tell(str(error), 2)
     except DemoptError as error:
-        return tell(str(error), getattr(error, "code", 1))
+        return tell(str(error), 1)
 
 
 if __name__ == "__main__":

@@ -242,13 +242,19 @@ def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
 
 def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
     """Measures a pair on both of its machines; returns a row for each direction."""
+    import torch
     from torch._C._distributed_c10d import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [ProcessGroupGloo.create_device(listens)], timedelta(seconds=TURN_SECONDS)
     try:
         pg = ProcessGroupGloo(store, int(me == other), 2, options)
-        rtt_ms = 1e3 * statistics.median(_round_trip(pg) for _ in range(PINGS))
+        byte, seconds = torch.zeros(1, dtype=torch.uint8), []
+        for _ in range(PINGS):
+            began = time.perf_counter()
+            for sender in (0, 1):  # there and back
+                _pass(pg, byte, sender)
+            seconds.append(time.perf_counter() - began)
         rates = [_bits_per_second(pg, sender) for sender in (0, 1)]
     except RuntimeError as error:
         remedy = "; ".join(filter(None, (hellos[each].get("elsewhere") for each in (one, other))))
@@ -258,7 +264,7 @@ def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, he
     for source, target, rate in ((one, other, rates[0]), (other, one, rates[1])):
         here, there = hellos[source], hellos[target]
         unlike = ", ".join(f"{name} {there.get(name)}" for name in versions() if there.get(name) != here.get(name))
-        rows.append(Pair(source, target, there["host"], rtt_ms, rate, unlike))
+        rows.append(Pair(source, target, there["host"], 1e3 * statistics.median(seconds), rate, unlike))
     return rows
 
 
@@ -273,16 +279,6 @@ def quiet() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _round_trip(pg: Any) -> float:
-    """Returns the seconds of a byte there and back."""
-    import torch
-
-    began, byte = time.perf_counter(), torch.zeros(1, dtype=torch.uint8)
-    for sender in (0, 1):
-        _pass(pg, byte, sender)
-    return time.perf_counter() - began
 
 
 def _bits_per_second(pg: Any, sender: int) -> float:

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 MUCH = 0.3  # of a step in the exchange
 CARD_BYTES = 24e9
-NCCL = ", as measured; nccl waits for fewer round trips (--backend nccl)"
-GLOO = ": computed from its rings, not measured"
+PACE = {  # by backend
+    "gloo": "gloo's pace, as measured; nccl waits for fewer round trips (--backend nccl)",
+    "nccl": "nccl's pace: computed from its rings, not measured",
+}
 WORKERS = tuple(2**power for power in range(1, 11))
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 DENSE = {"DDP": 4, "DDP bf16": 2}  # bytes per parameter
@@ -72,7 +74,7 @@ def plan(
     """Bytes, seconds and memory of a training step by number of workers, and the verdict. Nothing is run."""
     if len([given for given in (preset, config, model, params) if given is not None]) != 1:
         raise InputError("give one of --preset, --config, --model and --params")
-    if backend not in ("gloo", "nccl"):
+    if backend not in PACE:
         raise InputError(f"--backend is {backend!r}; give gloo or nccl")
     if bandwidth is None and (latency or step_seconds or optimizer_seconds):
         raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit")
@@ -82,7 +84,7 @@ def plan(
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
     link = Link(bits_of(bandwidth), latency / 1e3, backend) if bandwidth else None
     try:
-        made = make_plan(of_count(params) if params else of_config(train), demo, local, workers or WORKERS)
+        made = make_plan(of_count(params) if params else of_config(local), demo, local, workers or WORKERS)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
     added = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
@@ -138,8 +140,7 @@ def _show(plan: Plan, case: Case | None) -> None:
         f"Values: {local.values}. DDP: a ring all-reduce of the gradients, during backward."
     )
     if case:
-        backend = case.link.backend
-        console.print(f"Seconds are at {backend}'s pace{NCCL if backend == 'gloo' else GLOO}.")
+        console.print(f"Seconds are at {PACE[case.link.backend]}.")
     else:
         console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
 
@@ -154,15 +155,12 @@ def _alternatives(console: Console, case: Case) -> None:
     console.print(f"10,000 steps: {duration(1e4 * ours)}, with DDP {duration(1e4 * ddp)}; their losses differ.")
     if share < MUCH:
         return
-    rows = []
-    for (method, every), loss in LOSS_ABOVE_DDP.items():
-        if method == "DeMo" or every > plan.local.sync_every:
-            rarely = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=every))
-            flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every}"
-            rows.append((dataclasses.replace(case, plan=rarely).seconds(method, workers), flags, loss))
     console.print(f"Exchange is {share:.0%} of a step. It takes less with")
-    for seconds, flags, loss in rows:
+    for (method, every), loss in LOSS_ABOVE_DDP.items():
+        rarely = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=every))
+        seconds = dataclasses.replace(case, plan=rarely).seconds(method, workers)
         if seconds < ours:
+            flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every}"
             console.print(f"  {flags}: {digits(seconds)} s, 10,000 steps {duration(1e4 * seconds)}; loss +{loss:.3f}")
     console.print(
         "or several GPUs per box as one worker (FSDP2). Loss above DDP's, of small models after 1,000 steps; the "
@@ -256,7 +254,6 @@ def of_config(config: TrainConfig) -> Model:
     from demopt.train.data import BYTE_VOCABULARY
     from demopt.train.model import build, count_parameters
 
-    config = resolve(config)
     with torch.device("meta"):
         module = build(dataclasses.replace(config, vocab_size=config.vocab_size or BYTE_VOCABULARY))
     return Model(config.model or config.preset, module, count_parameters(module))
@@ -277,15 +274,17 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
         for name, size in DENSE.items():  # in the buckets of DistributedDataParallel
             buckets = -(-size * model.parameters // BUCKET_BYTES)
             calls[world_size][name] = (Call("all_reduce", size * model.parameters / buckets, buckets),)
-        for name, each in (("DeMo", groups[0]), ("LocalDeMo", groups[1])):
+        for name, each in zip(("DeMo", "LocalDeMo"), groups, strict=True):
             route, _ = make_route("auto", each, 0, world_size, Workspace())
             message, answer = route.widths
             gather = (Call("all_gather", message),)
             owner = (Call("all_to_all", message), Call("all_gather", answer))
             calls[world_size][name] = owner if route.collectives == 2 else gather
     kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
-    states = [[value for entry in each.state.values() for value in entry.values()] for each in optimizers]
-    memory = [sum(value.nbytes for value in state if value.is_meta) for state in states]  # without counters
+    memory = [
+        sum(value.nbytes for entry in each.state.values() for value in entry.values() if value.is_meta)  # no counters
+        for each in optimizers
+    ]
     needed = memory_of(local, model.module, optimizers[1], activations=0)
     return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), calls, needed)
 

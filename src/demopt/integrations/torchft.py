@@ -344,7 +344,10 @@ class QuorumExchange(Exchange):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
-        self._run(lambda: self._group.allgather([rows], [message_B.contiguous()], self._options(AllgatherOptions())))
+        options: Any = AllgatherOptions()
+        if self._timeout is not None:
+            options.timeout = self._timeout
+        self._run(lambda: self._group.allgather([rows], [message_B.contiguous()], options))
         return torch.stack(rows)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
@@ -358,11 +361,6 @@ class QuorumExchange(Exchange):
                     self._run(lambda rank=rank: self._group.send([data_B], rank, 0))
         else:
             self._run(lambda: self._group.recv([data_B], src, 0))
-
-    def _options(self, options: Any) -> Any:
-        if self._timeout is not None:
-            options.timeout = self._timeout
-        return options
 
     def _run(self, start: Any) -> None:
         work = None

@@ -47,18 +47,15 @@ def setting(
     fits: tuple[str, ...] = (),
     free: bool = False,
     action: bool = False,
-    ge: float | None = None,
-    le: float | None = None,
+    **limits: Any,
 ) -> Any:
-    """Declares a setting: the panel of `--help` that shows it, its default, its help and its limits.
+    """Declares a setting: the panel of `--help` that shows it, its default, its help and its limits (`ge`, `le`).
 
     `fits`: the optimizers that know it; empty: all. `free` settings may change when a run resumes. `action` settings
     apply to this start only and are not recorded.
     """
     more: Given = {"panel": panel, "fits": fits, "free": free or action, "action": action}
-    if default == []:
-        return pydantic.Field(default_factory=list, description=help, json_schema_extra=more)
-    return pydantic.Field(default, description=help, json_schema_extra=more, ge=ge, le=le)
+    return pydantic.Field(default, description=help, json_schema_extra=more, **limits)
 
 
 general, text, decoder, training, machine = (

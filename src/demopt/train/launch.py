@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from demopt.errors import DemoptError, first_line
 from demopt.train import checkpoint
-from demopt.train.config import TrainConfig, resolve
+from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.method import check_settings
 from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
@@ -32,14 +32,6 @@ MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
 # Matches the error of a worker that failed only because another worker was gone.
 ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
-
-
-class RunError(DemoptError):
-    """A run ended early. The text is for the user; `code` is the exit code."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def train(config: TrainConfig) -> int:
@@ -73,13 +65,13 @@ def train(config: TrainConfig) -> int:
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
             except DistError as error:  # no port, or no file, is left
-                raise RunError(f"the workers cannot be started: {first_line(error)}", 1) from None
+                raise DemoptError(f"the workers cannot be started: {first_line(error)}") from None
         if Path(scratch, ENDED).exists():
             return 0
     return 128 + (received[0] if received else signal.SIGINT)
 
 
-def explain(failures: dict[int, ProcessFailure], out: OutFolder) -> RunError:
+def explain(failures: dict[int, ProcessFailure], out: OutFolder) -> InputError | DemoptError:
     """Builds the error that names the rank that failed first, and the cause; later failures only follow from it."""
 
     def suspicion(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
@@ -91,15 +83,15 @@ def explain(failures: dict[int, ProcessFailure], out: OutFolder) -> RunError:
     rank, first = min(failures.items(), key=suspicion)
     kind, text, trace = _details(first)
     if kind in MISTAKES:
-        return RunError(text, 2)
+        return InputError(text)
     saved = checkpoint.newest(out.checkpoints) is not None
     again = f" Go on with: demopt train --resume --out {shlex.quote(str(out.root))}" if saved else ""
     if kind in PLAIN:
-        return RunError(f"rank {rank}: {text}.{again}", 1)
+        return DemoptError(f"rank {rank}: {text}.{again}")
     who = f"(pid {first.pid}); the run is over.{again}"
     if first.exitcode < 0:
-        return RunError(f"rank {rank} was ended by {first.signal_name()} {who}", 1)
-    return RunError(f"rank {rank} failed {who}\n{trace}", 1)
+        return DemoptError(f"rank {rank} was ended by {first.signal_name()} {who}")
+    return DemoptError(f"rank {rank} failed {who}\n{trace}")
 
 
 def _details(failure: ProcessFailure) -> tuple[str, str, str]:

@@ -191,7 +191,7 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
     except ValueError as error:  # such as a message that would be too long
         raise InputError(f"{what}: {error}") from None
     if 2 * needed.total * workers > here:  # otherwise not worth the time
-        needed = dataclasses.replace(needed, activations=activations_of(config, autocasts(config, device)))
+        needed = dataclasses.replace(needed, activations=activations_of(config, device))
     if needed.total * workers > here:
         raise InputError(
             f"{what} does not fit: {needed}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(here)}: "
@@ -199,8 +199,8 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
         )
 
 
-def activations_of(config: TrainConfig, autocast: bool) -> int:
-    """Returns the bytes that a forward pass and its loss keep for backward: of tensors without content."""
+def activations_of(config: TrainConfig, device: torch.device) -> int:
+    """Returns the bytes that a forward pass on `device` and its loss keep for backward: of tensors without content."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kept: dict[int, Tensor] = {}  # by storage; the tensors, so that no storage comes twice
@@ -212,7 +212,8 @@ def activations_of(config: TrainConfig, autocast: bool) -> int:
     with torch.device("meta"):
         model = build(config)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        casts = torch.autocast("cpu", torch.bfloat16, enabled=autocasts(config, device))
+        with FakeTensorMode(allow_non_fake_inputs=True), casts:
             model.to_empty(device="cpu")
             tokens = torch.zeros(config.batch, config.sequence or 1, dtype=torch.long)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -23,7 +23,7 @@ from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.method import FLOAT32_BYTES, activations_of, memory_of
-from demopt.train.model import autocasts, count_parameters, save
+from demopt.train.model import count_parameters, save
 from demopt.train.out import OutFolder, Row
 from demopt.train.screen import Screen
 
@@ -75,8 +75,7 @@ class Report(ExitStack):
     def say_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Says the memory that this worker needs, before its first step."""
         if self._first:
-            kept = activations_of(self._config, autocasts(self._config, device))
-            self.say(str(memory_of(self._config, model, optimizer, kept)))
+            self.say(str(memory_of(self._config, model, optimizer, activations_of(self._config, device))))
 
     def sync(self) -> None:
         """Fsyncs metrics.jsonl, before a checkpoint that relies on it."""

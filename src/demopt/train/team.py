@@ -64,14 +64,12 @@ class Team:
 
     def agree(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank; if any rank raises InputError, raises SharedInputError on all of them."""
-        result: T | None = None
-        mistake = None
+        result, mistake = None, None
         try:
             result = work()
         except InputError as error:
             mistake = str(error)
-        mistakes = self.gather(mistake)
-        told = [(rank, text) for rank, text in enumerate(mistakes) if text is not None]
+        told = [(rank, text) for rank, text in enumerate(self.gather(mistake)) if text is not None]
         if told:
             rank, text = told[0]
             raise SharedInputError(text if len(told) == self.world_size else f"rank {rank}: {text}")
@@ -149,8 +147,7 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
     """
     received: list[int] = []
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        del frame
+    def handle(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         request()
         stopped = "stopped at once" if len(received) > 1 else f"stopping after {after}; once more to stop at once"
