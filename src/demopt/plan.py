@@ -28,8 +28,6 @@ from demopt.train.config import Given, InputError, TrainConfig, assemble, config
 if TYPE_CHECKING:
     from torch import nn
 
-    from demopt.train.method import Memory
-
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 MUCH = 0.3  # of a step in the exchange
 CARD_BYTES = 24e9
@@ -82,7 +80,12 @@ def plan(
     train = assemble({}, config) if config else config_of({k: v for k, v in given.items() if v is not None})
     demo, local = _with_optimizer(train, "demo"), _with_optimizer(train, "local")
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
-    link = Link(bits_of(bandwidth), latency / 1e3, backend) if bandwidth else None
+    link = None
+    if bandwidth:
+        bits = quantity(bandwidth, r"(?:bits?(?:/s)?|bps)")
+        if not bits:
+            raise InputError(f"--bandwidth is {bandwidth!r}; give bits per second, such as 100Mbit, 1Gbit or 10Gbit")
+        link = Link(bits, latency / 1e3, backend)
     try:
         made = make_plan(of_count(params) if params else of_config(local), demo, local, workers or WORKERS)
     except (ValueError, TypeError) as error:
@@ -100,6 +103,8 @@ def _with_optimizer(train: TrainConfig, optimizer: str) -> TrainConfig:
 
 def _show(plan: Plan, case: Case | None) -> None:
     """Prints the verdict for the first number of workers, and tables."""
+    from demopt.train.method import in_words
+
     console, model, local = Console(highlight=False), plan.model, plan.local
     sizes = "" if str(model.parameters) in model.name.replace(",", "") else f": {model.parameters:,} parameters"
     console.print(f"{model.name}{sizes}")
@@ -107,8 +112,8 @@ def _show(plan: Plan, case: Case | None) -> None:
         console.print(verdict(case, next(iter(plan.calls))), style="bold")
         if case.compute:
             _alternatives(console, case)
-    console.print(f"{plan.memory} (weights, gradients and optimizers in float32, per worker)")
-    if plan.memory.total > CARD_BYTES:
+    console.print(f"{in_words(plan.memory)} (weights, gradients and optimizers in float32, per worker)")
+    if sum(plan.memory.values()) > CARD_BYTES:
         console.print(
             "That is more than a 24 GB card has: demopt train --lora, or LocalDeMo over FSDP2 inside each box "
             "(docs/parallelism.md)."
@@ -202,7 +207,7 @@ class Plan:
     kept: tuple[int, int]  # coefficients in a message of DeMo, and of LocalDeMo
     memory_bytes: tuple[int, int]
     calls: dict[int, dict[str, tuple[Call, ...]]]
-    memory: Memory  # of a worker with LocalDeMo, without activations
+    memory: dict[str, int]  # bytes, by what they are for; of a worker with LocalDeMo, without activations
 
     def message_bits(self, method: str) -> float:
         """Returns the bits of a worker's message per parameter and step."""
@@ -222,14 +227,6 @@ def quantity(text: str, unit: str = "") -> float:
     """Parses a number with a factor, and the pattern of a unit; 0 if the text is none."""
     found = re.fullmatch(rf"(\d+\.?\d*) ?([kmgbt]?){unit}", text.strip(), re.IGNORECASE)
     return float(found[1]) * FACTORS[found[2].lower()] if found else 0.0
-
-
-def bits_of(text: str) -> float:
-    """Parses a bandwidth, in bits per second."""
-    bits = quantity(text, r"(?:bits?(?:/s)?|bps)")
-    if not bits > 0:
-        raise InputError(f"--bandwidth is {text!r}; give bits per second, such as 100Mbit, 1Gbit or 10Gbit")
-    return bits
 
 
 def of_count(text: str) -> Model:
@@ -285,7 +282,7 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
         sum(value.nbytes for entry in each.state.values() for value in entry.values() if value.is_meta)  # no counters
         for each in optimizers
     ]
-    needed = memory_of(local, model.module, optimizers[1], activations=0)
+    needed = memory_of(local, model.module, optimizers[1])
     return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), calls, needed)
 
 

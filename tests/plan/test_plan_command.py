@@ -63,9 +63,8 @@ def test_verdict_names_the_method_to_take(command: Any, flags: str, told: str, s
     assert shown[1].startswith(told)
     row = [line.split() for line in shown if line.split()[:1] == ["4"]][-1]
     assert row[-4:] == seconds.split()  # DDP, DDP bf16, DeMo, LocalDeMo
-    assert f"{'nccl' if 'nccl' in flags else 'gloo'}; DDP bfloat16, during backward" in " ".join(
-        " ".join(shown).split()
-    )
+    whole = " ".join(" ".join(shown).split())
+    assert f"{'nccl' if 'nccl' in flags else 'gloo'}; DDP bfloat16, during backward" in whole
 
 
 def test_without_seconds_of_a_step_there_is_no_factor(command: Any) -> None:

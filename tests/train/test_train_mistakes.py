@@ -137,6 +137,7 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     [
         ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
         ('{"steps": "3"}', "--steps is '3'; it must be a valid integer"),
+        ('{"data": [1]}', "--data is 1; it must be a valid string"),
         ("[1]", "wanted settings by name, got list"),
         ("{", "config file"),
     ],

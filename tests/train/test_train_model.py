@@ -230,7 +230,7 @@ def test_lines_that_are_no_text_and_no_conversation_are_named(lines, told, base,
 
 def test_lines_of_text_are_documents(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "one"}\n{"text": "t\\u00e9"}\n')
-    assert data.documents(data.find_files(TrainConfig(data=[str(tmp_path)]))[0]) == [b"one", "té".encode()]
+    assert [*data.documents(tmp_path / "x.jsonl")] == [b"one", "té".encode()]
 
 
 def test_template_that_refuses_a_conversation_or_is_missing_is_told(base, chats, tmp_path):

@@ -25,19 +25,15 @@ NCCL = (1, "DistBackendError: NCCL communicator was aborted", 1)
 
 
 @pytest.mark.parametrize(
-    ("failures", "said", "mistake"),
+    ("failures", "said"),
     [
-        ([GLOO, KILLED], "rank 1 was ended by SIGKILL (pid 1001); the run is over.", False),
-        (
-            [NCCL, ENDED, (1, "KeyError: 'x'", 5)],
-            "rank 2 failed (pid 1002); the run is over.\nTraceback of rank 2",
-            False,
-        ),
-        ([ENDED, (1, "InputError: --data: nothing there", 5)], "--data: nothing there", True),
-        ([ENDED, (1, "DemoptError: the loss has been nan", 5)], "rank 1: the loss has been nan.", False),
+        ([GLOO, KILLED], "rank 1 was ended by SIGKILL (pid 1001); the run is over."),
+        ([NCCL, ENDED, (1, "KeyError: 'x'", 5)], "rank 2 failed (pid 1002); the run is over.\nTraceback of rank 2"),
+        ([ENDED, (1, "InputError: --data: nothing there", 5)], "--data: nothing there"),
+        ([ENDED, (1, "DemoptError: the loss has been nan", 5)], "rank 1: the loss has been nan."),
     ],
 )
-def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said, mistake):
+def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said):
     made = {}
     for rank, (exitcode, error, timestamp) in enumerate(failures):
         file = tmp_path / f"{rank}.json"
@@ -46,7 +42,7 @@ def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said, mi
             file.write_text(json.dumps({"message": {"message": error, "extraInfo": details}}))
         made[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exitcode, error_file=str(file))
     told = explain(made, OutFolder(tmp_path))
-    assert (str(told), isinstance(told, InputError)) == (said, mistake)
+    assert (str(told), isinstance(told, InputError)) == (said, said.startswith("--data"))
 
 
 def test_killed_worker_ends_the_run(tmp_path, text):

@@ -207,7 +207,8 @@ class Optimizer(torch.optim.Optimizer):
         if workers[source].step < 0:
             raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
         self._compare_settings(exchange, workers, source)
-        behind = followers(workers, source)
+        newest = (workers[source].step, workers[source].weights)
+        behind = [rank for rank, worker in enumerate(workers) if (worker.step, worker.weights) != newest]
         given = gather_values(exchange, self._given() if exchange.rank == source else None)[source]
         if exchange.rank in behind or not mine.has_message:
             for group, scheduled in zip(self.inner.param_groups, given["scheduled"], strict=True):
@@ -303,22 +304,9 @@ def leader(workers: list[Worker]) -> int:
     """
     last = max(worker.step for worker in workers)
     ahead = [rank for rank, worker in enumerate(workers) if worker.step == last]
-    votes = Counter(workers[rank].weights for rank in ahead)
-    most = max(votes.values())
-    chosen = next(workers[rank].weights for rank in ahead if votes[workers[rank].weights] == most)
+    [(chosen, _)] = Counter(workers[rank].weights for rank in ahead).most_common(1)
     alike = [rank for rank in ahead if workers[rank].weights == chosen]
-    return next((rank for rank in alike if workers[rank].has_message), alike[0])
-
-
-def followers(workers: list[Worker], source: int) -> list[int]:
-    """Returns the ranks that have other weights than `source`, or are at another step.
-
-    Examples:
-        >>> followers([Worker(1, 7, 10, 0, True), Worker(2, 0, 99, 0, False)], 0)
-        [1]
-    """
-    here = (workers[source].step, workers[source].weights)
-    return [rank for rank, worker in enumerate(workers) if (worker.step, worker.weights) != here]
+    return max(alike, key=lambda rank: workers[rank].has_message)
 
 
 # The quorum: all private names of torchft's Manager that demopt needs are used here (torchft 0.2.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -46,11 +46,14 @@ class DeMoCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Gives the model the global weights, if the Trainer is to save or evaluate."""
-        self._share(parts["optimizer"], control)
+        optimizer = _checked(parts["optimizer"])
+        if isinstance(optimizer, LocalDeMo) and (control.should_save or control.should_evaluate):
+            self._shared.close()
+            if optimizer.replicator.in_flight:
+                optimizer.flush()
+            self._shared.enter_context(optimizer.shared())
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """As at the end of a step."""
-        self._share(parts["optimizer"], control)
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Runs the last round, unless the best checkpoint was loaded."""
@@ -64,14 +67,6 @@ class DeMoCallback(TrainerCallback):
                     weight.copy_(value)
         elif isinstance(optimizer, LocalDeMo) and (optimizer.local_steps or optimizer.replicator.in_flight):
             optimizer.finish_round(last=True)
-
-    def _share(self, wrapped: Any, control: TrainerControl) -> None:
-        optimizer = _checked(wrapped)
-        if isinstance(optimizer, LocalDeMo) and (control.should_save or control.should_evaluate):
-            self._shared.close()
-            if optimizer.replicator.in_flight:
-                optimizer.flush()
-            self._shared.enter_context(optimizer.shared())
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""

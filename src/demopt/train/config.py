@@ -202,7 +202,6 @@ SETTINGS: dict[str, Given] = {name: dict(about.json_schema_extra) for name, abou
 
 
 def flag(name: str) -> str:
-    """Returns the command-line flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
@@ -252,7 +251,9 @@ def check_paths(settings: Given) -> None:
     """Raises InputError for a path that no file here can have, whether one is there or not."""
     for name in ("out", "data", "model", "tokenizer", "key_file"):
         given = settings.get(name)
-        for path in given if isinstance(given, list) else [given] if isinstance(given, str) else []:
+        for path in given if isinstance(given, list) else [given]:
+            if not isinstance(path, str):  # absent, or what TrainConfig refuses
+                continue
             try:
                 path.encode()
                 os.stat(path)
@@ -320,7 +321,7 @@ class Preset:
     heads: int
     mlp: int
     sequence: int
-    vocab_size: int = 0  # 0: the size of the tokenizer's vocabulary
+    vocab_size: int | None = None  # None: the size of the tokenizer's vocabulary
     family: str = "llama"
 
     def describe(self) -> str:
@@ -382,7 +383,6 @@ def resolve(config: TrainConfig) -> TrainConfig:
         raise InputError(f"--out {config.out} is the folder of the run; each worker's --out is another one")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
-    filled["vocab_size"] = filled["vocab_size"] or None
     if config.model:
         filled = dict.fromkeys(SHAPE) | shape_of(config.model)
     elif config.lora or config.merge:

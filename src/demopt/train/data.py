@@ -35,24 +35,6 @@ ENCODED_AT_ONCE = 256  # documents
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A mapped token file, as it was: where it shrinks a read ends the process, and what is written to it is learnt."""
-
-    path: Path
-    opened: os.stat_result
-
-    def check(self) -> None:
-        """Raises DemoptError if the file has changed. One that is deleted or replaced can be read on."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return
-        same = (now.st_size, now.st_mtime_ns) == (self.opened.st_size, self.opened.st_mtime_ns)
-        if os.path.samestat(now, self.opened) and not same:
-            raise DemoptError(f"--data {self.path}: changed since it was opened; put its content back, and start again")
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
@@ -61,7 +43,7 @@ class Tokens:
 
     rows: tuple[NDArray[Any], ...]
     starts: NDArray[np.int64] | None = None
-    files: tuple[Mapped, ...] = ()  # of the rows, if they are mapped
+    files: tuple[tuple[Path, os.stat_result], ...] = ()  # of the rows, if they are mapped, as they were
 
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
@@ -81,10 +63,24 @@ class Tokens:
             here = max(0, (len(row) - length) // stride + 1)
             if index < here:
                 if self.files:
-                    self.files[number].check()
+                    _check_unchanged(*self.files[number])
                 return row[index * stride : index * stride + length].astype(np.int64)
             index -= here
         raise IndexError(index)
+
+
+def _check_unchanged(file: Path, opened: os.stat_result) -> None:
+    """Raises DemoptError if a mapped file has changed; one that is deleted or replaced can be read on.
+
+    Where it shrinks a read ends the process, and what is written to it is learnt.
+    """
+    try:
+        now = file.stat()
+    except OSError:
+        return
+    same = (now.st_size, now.st_mtime_ns) == (opened.st_size, opened.st_mtime_ns)
+    if os.path.samestat(now, opened) and not same:
+        raise DemoptError(f"--data {file}: changed since it was opened; put its content back, and start again")
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
     # Before minutes of reading, after which a file may be gone.
     source = _source(files, left) if config.data else "the text of Python's standard library"
-    train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_documents(config, documents(files))
+    train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_text(config, files)
     for name, part in (("training", train), ("validation", val)):
         if not part.windows(_window(config)):
             raise InputError(
@@ -208,11 +204,6 @@ def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
     return read, left
 
 
-def documents(files: list[Path]) -> list[bytes]:
-    """Returns the documents in files: one per file, or per line of JSON."""
-    return [text for file in files for text in _documents(file)]
-
-
 def unfit(file: Path) -> str:
     """Returns what a file is instead of text or tokens; empty if it may be these."""
     if file.suffix in TOKEN_SUFFIXES:
@@ -231,7 +222,7 @@ def unfit(file: Path) -> str:
     return "" if head.strip() else "empty"
 
 
-def _documents(file: Path) -> Iterator[bytes]:
+def documents(file: Path) -> Iterator[bytes]:
     """Yields the documents of a file: all of it, or the text or conversation of each line of JSON."""
     try:
         content = file.read_bytes()
@@ -352,8 +343,9 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
     return np.concatenate(rows) if rows else np.empty(0, dtype)
 
 
-def _from_documents(config: TrainConfig, texts: list[bytes]) -> tuple[Tokens, Tokens, int, float | None]:
+def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, float | None]:
     """Returns training and validation tokens, the size of the vocabulary, and the bytes per token."""
+    texts = [text for file in files for text in documents(file)]
     tokenizer: Any = load_tokenizer(config.tokenizer) if config.tokenizer not in (None, "bytes") else None
     chats = [text for text in texts if isinstance(text, Chat)]
     if chats and len(chats) < len(texts):
@@ -374,7 +366,7 @@ def _from_documents(config: TrainConfig, texts: list[bytes]) -> tuple[Tokens, To
 
 
 def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, None]:
-    mapped = tuple(Mapped(file, file.stat()) for file in files)
+    mapped = tuple((file, file.stat()) for file in files)
     rows = [_map_tokens(file) for file in files]
     cuts = [len(row) - max(1, int(len(row) * config.val_fraction)) for row in rows]
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)), files=mapped)

@@ -135,32 +135,12 @@ def check_settings(config: TrainConfig) -> None:
 # Memory, from shapes: known before the first step, and without any of it
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one worker. `activations`: all that a forward pass keeps for backward; 0 if it cannot be counted.
+def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any) -> dict[str, int]:
+    """Returns the bytes of one worker, before its first step; model and optimizer may be on the meta device.
 
     `optimizer`: Muon's momentum, AdamW's moments, buckets of DistributedDataParallel. `demopt`: global weights, errors,
     momenta.
     """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    demopt: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(dataclasses.astuple(self))
-
-    def __str__(self) -> str:
-        parts = [f"{name} {decimal(each)}" for name, each in dataclasses.asdict(self).items() if each]
-        return f"memory about {decimal(self.total)}: {', '.join(parts)}"
-
-
-def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any, activations: int) -> Memory:
-    """Returns the memory for a model and its optimizer before the first step; both may be on the meta device."""
     trained = size_of(parameter for parameter in model.parameters() if parameter.requires_grad)
     moments = ours = 0
     if config.optimizer != "demo":  # Muon keeps a momentum, AdamW two moments
@@ -171,7 +151,14 @@ def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any, activations
     else:
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         ours = size_of(value for value in state if isinstance(value, Tensor))
-    return Memory(size_of([*model.parameters(), *model.buffers()]), trained, moments, ours, activations)
+    weights = size_of([*model.parameters(), *model.buffers()])
+    return {"weights": weights, "gradients": trained, "optimizer": moments, "demopt": ours}
+
+
+def in_words(memory: dict[str, int]) -> str:
+    """Returns the sum and the parts, for the user."""
+    parts = [f"{name} {decimal(each)}" for name, each in memory.items() if each]
+    return f"memory about {decimal(sum(memory.values()))}: {', '.join(parts)}"
 
 
 def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int) -> None:
@@ -187,20 +174,23 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
     with torch.device("meta"):
         model = build(config)
     try:
-        needed = memory_of(config, model, make_optimizer(config, model, SingleRank()), activations=0)
+        needed = memory_of(config, model, make_optimizer(config, model, SingleRank()))
     except ValueError as error:  # such as a message that would be too long
         raise InputError(f"{what}: {error}") from None
-    if 2 * needed.total * workers > here:  # otherwise not worth the time
-        needed = dataclasses.replace(needed, activations=activations_of(config, device))
-    if needed.total * workers > here:
+    if 2 * sum(needed.values()) * workers > here:  # otherwise not worth the time
+        needed["activations"] = activations_of(config, device)
+    if sum(needed.values()) * workers > here:
         raise InputError(
-            f"{what} does not fit: {needed}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(here)}: "
-            "take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
+            f"{what} does not fit: {in_words(needed)}; for {workers} such worker{'s' * (workers > 1)} there are "
+            f"{decimal(here)}: take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
         )
 
 
 def activations_of(config: TrainConfig, device: torch.device) -> int:
-    """Returns the bytes that a forward pass on `device` and its loss keep for backward: of tensors without content."""
+    """Returns the bytes that a forward pass on `device` and its loss keep for backward: of tensors without content.
+
+    0 if they cannot be counted.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kept: dict[int, Tensor] = {}  # by storage; the tensors, so that no storage comes twice

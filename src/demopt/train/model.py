@@ -166,7 +166,6 @@ def autocasts(config: TrainConfig, device: torch.device) -> bool:
 
 
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    """Returns the autocast context."""
     return torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device))
 
 

@@ -138,7 +138,6 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsyncs a file."""
     descriptor = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading only
     try:
         os.fsync(descriptor)

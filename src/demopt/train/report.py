@@ -22,7 +22,7 @@ from demopt.errors import first_line
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, save_tokenizer
-from demopt.train.method import FLOAT32_BYTES, activations_of, memory_of
+from demopt.train.method import FLOAT32_BYTES, activations_of, in_words, memory_of
 from demopt.train.model import count_parameters, save
 from demopt.train.out import OutFolder, Row
 from demopt.train.screen import Screen
@@ -68,14 +68,14 @@ class Report(ExitStack):
         self._screen.step(row)
 
     def say(self, line: str) -> None:
-        """Shows one line."""
         if self._first:
             self._screen.say(line)
 
     def say_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Says the memory that this worker needs, before its first step."""
         if self._first:
-            self.say(str(memory_of(self._config, model, optimizer, activations_of(self._config, device))))
+            memory = memory_of(self._config, model, optimizer)
+            self.say(in_words({**memory, "activations": activations_of(self._config, device)}))
 
     def sync(self) -> None:
         """Fsyncs metrics.jsonl, before a checkpoint that relies on it."""

@@ -55,7 +55,6 @@ class Team:
         return gather_values(self.exchange, value)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
