@@ -100,7 +100,6 @@ class SGD(Rule):
     name = "sgd"
 
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        del spare, state
         return update
 
 
@@ -140,7 +139,6 @@ class Signum(Rule):
     signs_only = True
 
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        del spare, state
         return sign(update)
 
 
@@ -223,7 +221,6 @@ class Muon(Rule):
     whole_matrix = True
 
     def __call__(self, update_RS: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        del spare, state
         return newton_schulz(update_RS).mul_(0.2 * max(update_RS.shape[-2:]) ** 0.5)
 
 

@@ -16,6 +16,7 @@ PIECE_BYTES = 1 << 26
 _ALIGNMENT = 64  # bytes
 
 Pair = tuple[Tensor, Tensor]  # of equal shapes: a source and a target
+Load = list[tuple[Tensor, Tensor, Tensor]]  # parts of a buffer, each with those of a source and a target
 
 
 class Staging:
@@ -63,19 +64,17 @@ class _Lane:
 
     def down(self, pairs: list[Pair]) -> None:
         """Device to host; returns when all is there."""
-        arrived: list[Pair] = []
+        travelling: list[tuple[int, Load]] = []
         with self._on_stream():
             for slot, load in self._loads(pairs, source_travels=True):
-                arriving = []
-                for staged, source, target in load:
+                for staged, source, _ in load:
                     staged.copy_(source, non_blocking=self._stream is not None)
-                    arriving.append((staged, target))
                 self._record(slot)
-                if arrived:
-                    self._unload(1 - slot, arrived)
-                arrived, last = arriving, slot
-            if arrived:
-                self._unload(last, arrived)
+                travelling.append((slot, load))
+                if len(travelling) == 2:
+                    self._unload(*travelling.pop(0))
+            for last in travelling:
+                self._unload(*last)
 
     def up(self, pairs: list[Pair]) -> None:
         """Host to device; what this thread launches from now on sees it."""
@@ -89,19 +88,14 @@ class _Lane:
         for slot in range(len(self._events)):
             torch.accelerator.current_stream(self._device).wait_event(self._events[slot])
 
-    def _unload(self, slot: int, arrived: list[Pair]) -> None:
+    def _unload(self, slot: int, load: Load) -> None:
         self._wait(slot)
-        for staged, target in arrived:
+        for staged, _, target in load:
             target.copy_(staged)
 
-    def _loads(
-        self, pairs: list[Pair], source_travels: bool
-    ) -> Iterator[tuple[int, list[tuple[Tensor, Tensor, Tensor]]]]:
-        """Yields each load: the number of its buffer, and views of it, each with the parts of a source and a target.
-
-        In the buffer, numbers have the dtype that they have on the device.
-        """
-        load: list[tuple[Tensor, Tensor, Tensor]] = []
+    def _loads(self, pairs: list[Pair], source_travels: bool) -> Iterator[tuple[int, Load]]:
+        """Yields each load with the number of its buffer, where numbers have the dtype that they have on the device."""
+        load: Load = []
         slot = used = 0
         for pair in pairs:
             count, dtype = pair[0].numel(), pair[0 if source_travels else 1].dtype

@@ -260,7 +260,6 @@ class SignBits(Coefficients):
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
     ) -> Tensor | None:
-        del reduction
         weights = exact.weights_of(self.samples)
         if largest_level is not None:
             return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0], by_sign, self.top)
@@ -268,7 +267,6 @@ class SignBits(Coefficients):
         return None
 
     def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
-        del largest_level, reduction
         return kernels.received_signs(self.signs, self.codes, exact.weights_of(self.samples))
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:

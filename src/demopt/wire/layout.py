@@ -177,21 +177,17 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each section in the body, and of the padding after them."""
-        sizes = [section.size for section in self.sections]
-        return [*sizes, self.size - sum(sizes)]
+        """Bytes of each section in the body."""
+        return [section.size for section in self.sections]
 
     def bodies(self, body: Tensor) -> list[Tensor]:
         """Returns views [..., n] of each section's bytes in bodies uint8 [..., size], also without their padding."""
-        sizes = self.sizes[:-1]
-        return list(body[..., : sum(sizes)].split(sizes, dim=-1)) if sizes else []
+        return list(body[..., : sum(self.sizes)].split(self.sizes, dim=-1)) if self.sizes else []
 
     def checked(self, bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients]:
         """Decodes and checks all sections on a CPU, as `Section.checked` does each."""
-        found = []
-        for section, data in zip(self.sections, self.bodies(bodies_WB.cpu()), strict=True):
-            found.append(section.checked(data, rank))
-        return found
+        pairs = zip(self.sections, self.bodies(bodies_WB.cpu()), strict=True)
+        return [section.checked(data, rank) for section, data in pairs]
 
     def decode(self, bodies_WB: Tensor, devices: Sequence[torch.device]) -> tuple[list[Coefficients], Faults]:
         """Decodes all sections, each for its device, without waiting for the device; returns also their faults.
@@ -200,7 +196,7 @@ class Layout:
         """
         datas, sections = self.bodies(bodies_WB), self.sections
         if all(section.narrow_bytes == section.size for section in sections):
-            narrow = bodies_WB[..., : sum(self.sizes[:-1])]
+            narrow = bodies_WB[..., : sum(self.sizes)]
         else:
             narrow = torch.cat(
                 [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)], -1
@@ -231,7 +227,7 @@ class Layout:
 
         ValueError if a header cannot state them.
         """
-        size = max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
+        size = max(self.least, -(-sum(self.sizes) // 8) * 8)
         if size >= 1 << 32:
             raise ValueError(
                 f"a message would have {size:,} bytes, and its header counts up to {(1 << 32) - 1:,}: give a smaller "
