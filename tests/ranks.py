@@ -62,9 +62,7 @@ class Pool:
         # Of all jobs: a rank that fails may touch its store once more after it has answered.
         self._stores = tempfile.TemporaryDirectory()
 
-    def outcomes(
-        self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], seconds: float = JOB_SECONDS
-    ) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Outcome]:
         """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
         self._grow(world_size)  # before the clock starts: the first start imports torch
         self._jobs += 1
@@ -72,7 +70,7 @@ class Pool:
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
             job = pickle.dumps((function, rank, world_size, store, args))
             connection.send_bytes(pickle.dumps((sys.path, job)))
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + JOB_SECONDS
         answers = [self._answer(rank, deadline) for rank in range(world_size)]
         if any(isinstance(answer.error, RankDiedError) for answer in answers):
             self.close()
@@ -120,7 +118,7 @@ def outcomes(function: Callable[..., Any], world_size: int, *args: Any) -> list[
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`function(rank, world_size, *args)` on each of W gloo ranks: each one's return; the earliest error is raised."""
-    return _values(outcomes(function, world_size, *args))
+    return values_of(outcomes(function, world_size, *args))
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -154,7 +152,8 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _values(found: list[Outcome]) -> list[Any]:
+def values_of(found: list[Outcome]) -> list[Any]:
+    """What each rank returned; the earliest error is raised."""
     failed = [outcome for outcome in found if outcome.error is not None]
     if failed:
         told = "\n".join(f"rank {rank}:\n{o.trace or o.error}" for rank, o in enumerate(found) if o.error is not None)

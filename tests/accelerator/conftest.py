@@ -20,11 +20,7 @@ def on_toy() -> Iterator[OnToy]:
     toy.build()  # once, before its clock starts
 
     def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        found = POOL.outcomes(toy.call, world_size, (function, *args), seconds=600.0)
-        for outcome in found:
-            if outcome.error is not None:
-                raise outcome.error from ranks.RemoteError(outcome.trace)
-        return [outcome.value for outcome in found]
+        return ranks.values_of(POOL.outcomes(toy.call, world_size, (function, *args)))
 
     yield run
     POOL.close()

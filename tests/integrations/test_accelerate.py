@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import demopt
@@ -14,13 +15,13 @@ from forked import accelerate_rank
 
 pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
 
+from accelerate import Accelerator
+
+from demopt.integrations.accelerate import register
+
 
 def _resumed(rank: int, world_size: int, folder: str, save: bool) -> tuple[int, list[str]]:
     """The fingerprint after five steps, of two optimizers, and the files of a save in their midst."""
-    from accelerate import Accelerator
-
-    from demopt.integrations.accelerate import register
-
     with accelerate_rank(rank, world_size):
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -68,11 +69,6 @@ def test_more_or_fewer_ranks_take_their_shares_and_a_missing_file_is_named(tmp_p
 
 def _saved_between_rounds(rank: int, world_size: int, folder: str) -> tuple[bool, list[str], int]:
     """Whether the model's file has the global weights, the warnings of saving, and the resumed fingerprint."""
-    from accelerate import Accelerator
-    from safetensors.torch import load_file
-
-    from demopt.integrations.accelerate import register
-
     with accelerate_rank(rank, world_size):
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
@@ -104,10 +100,6 @@ def test_state_saved_between_rounds_has_the_global_model_and_goes_on_exactly(tmp
 
 
 def test_register_refuses_another_optimizer() -> None:
-    from accelerate import Accelerator
-
-    from demopt.integrations.accelerate import register
-
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"the optimizer is AdamW, and after demopt\.unsync only"):
         register(accelerator, accelerator.prepare(torch.optim.AdamW(model.parameters())))

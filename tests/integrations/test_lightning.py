@@ -10,11 +10,14 @@ from torch import nn
 import demopt
 from forked import free_port
 
+pytest.importorskip("lightning", reason="needs Lightning: make test-integrations")
+
+import lightning.pytorch as lightning
+
+from demopt.integrations.lightning import DeMoStrategy
+
 
 def test_strategy_refuses_another_optimizer() -> None:
-    lightning = pytest.importorskip("lightning.pytorch", reason="needs Lightning: make test-integrations")
-    from demopt.integrations.lightning import DeMoStrategy
-
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW([nn.Parameter(torch.ones(2))])
@@ -32,11 +35,6 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank suffices: its local weights, too, differ from the global ones between rounds."""
-    lightning = pytest.importorskip("lightning.pytorch", reason="needs Lightning: make test-integrations")
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from demopt.integrations.lightning import DeMoStrategy
-
     seen = list[Any]()
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -62,7 +60,7 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(
     trainer = lightning.Trainer(
         strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_epochs=1, logger=False,
         num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(tmp_path, "last")],
+        callbacks=[lightning.callbacks.ModelCheckpoint(tmp_path, "last")],
     )  # fmt: skip
     try:
         trainer.fit(module, loader, torch.utils.data.DataLoader(torch.randn(1, 4)))

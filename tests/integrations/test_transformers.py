@@ -16,12 +16,21 @@ from forked import accelerate_rank
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
 
+from safetensors.torch import load_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from demopt.integrations.transformers import DeMoCallback
+
 
 def test_callback_applies_a_round_in_flight_before_the_trainer_saves() -> None:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from demopt.integrations.transformers import DeMoCallback
-
     parameters = problems.parameters([(4, 4)])
     optimizer = demopt.LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, delay=1)
     for step, control in enumerate((TrainerControl(), TrainerControl(should_save=True))):
@@ -32,18 +41,12 @@ def test_callback_applies_a_round_in_flight_before_the_trainer_saves() -> None:
 
 
 def test_callback_refuses_the_trainers_default_optimizer_before_training() -> None:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from demopt.integrations.transformers import DeMoCallback
-
     parts = {"optimizer": torch.optim.AdamW(problems.parameters([(4, 4)])), "model": torch.nn.Linear(2, 2)}
     with pytest.raises(TypeError, match="the optimizer is AdamW, and with DeMoCallback only DeMo and LocalDeMo"):
         DeMoCallback().on_train_begin(TrainingArguments("unused"), TrainerState(), TrainerControl(), **parts)
 
 
 def _model() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
     small = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -52,10 +55,6 @@ def _model() -> Any:
 
 def _trained(rank: int, world_size: int, rows: list[dict[str, torch.Tensor]], over_all_ranks: bool, out: str) -> Any:
     """The weights after a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
-    from transformers import Trainer, TrainingArguments
-
-    from demopt.integrations.transformers import DeMoCallback
-
     everything = {"update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "values": "float32", "reduction": "mean"}
     with accelerate_rank(rank, world_size):
         arguments = TrainingArguments(
@@ -88,11 +87,6 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks:
 
 def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[list[float], tuple[str, float], float]:
     """The sums of weights at each evaluation, in the last checkpoint with its name, and in the model after training."""
-    from safetensors.torch import load_file
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from demopt.integrations.transformers import DeMoCallback
-
     seen = list[float]()
 
     class Look(TrainerCallback):

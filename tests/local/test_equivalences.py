@@ -39,12 +39,8 @@ def _sgd(parameters: list[Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def _adamw(parameters: list[Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
 def _muon(parameters: list[Parameter]) -> torch.optim.Optimizer:
-    return BatchedMuon(parameters, 0.02, 0.1, 0.9, "match_rms_adamw")
+    return BatchedMuon(parameters, 0.02, 0.1, 0.9, "match_rmsproblems.ADAMW")
 
 
 def _with_demopt(
@@ -105,7 +101,7 @@ def _assert_equal(
 
 @pytest.mark.parametrize(
     ("inner", "shapes", "outer_lr", "outer_momentum"),
-    [(_sgd, SHAPES, 1.0, 0.0), (_adamw, SHAPES, 0.7, 0.9), (_muon, SHAPES[:2], 0.7, 0.6)],
+    [(_sgd, SHAPES, 1.0, 0.0), (problems.ADAMW, SHAPES, 0.7, 0.9), (_muon, SHAPES[:2], 0.7, 0.6)],
     ids=["local SGD", "DiLoCo", "MuLoCo"],
 )
 def test_local_demo_with_an_outer_momentum_is(
@@ -130,7 +126,7 @@ def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction: str
     e <- b e + D; the K largest of each chunk are sent and leave e; weights <- weights - a mean(sent).
     """
     b, a, K, shapes = 0.95, 0.8, 24, [(32, 16)]  # 2 chunks of 16 x 16
-    published, expected = Published(_adamw, shapes), []
+    published, expected = Published(problems.ADAMW, shapes), []
     errors = [torch.zeros(2, CHUNK * CHUNK, dtype=torch.float64) for _ in range(W)]
     for _ in range(ROUNDS):
         published.local_steps(H)
@@ -147,7 +143,7 @@ def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction: str
             published.weights[0].sub_((total / divisor).reshape(32, 16), alpha=a)
         expected.append(published.distribute())
     settings = {**DENSE, "top_k": K, "error_decay": b, "outer_lr": a, "reduction": reduction}
-    _assert_equal(expected, _adamw, settings, shapes=shapes)
+    _assert_equal(expected, problems.ADAMW, settings, shapes=shapes)
 
 
 def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign() -> None:

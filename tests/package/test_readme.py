@@ -27,19 +27,23 @@ def _printed(folder: Path, name: str, ranks: int = 2) -> str:
     return done.stdout
 
 
+def _snippets(document: str) -> list[str]:
+    """The Python blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
+
+
 def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (script,) = _snippets("README.md")
     (tmp_path / "script.py").write_text(script)
     printed = _printed(tmp_path, "script.py", ranks=4)
     told = re.findall(r"rank (\d): (loss [\d.]+), ([\d,]+ bytes per step), weights ([0-9a-f]+)", printed)
     assert sorted(rank for rank, *_ in told) == ["0", "1", "2", "3"]
     assert len({fingerprint for *_, fingerprint in told}) == 1
-    assert f"`{told[0][1]}, {told[0][2]}`" in text
+    assert f"`{told[0][1]}, {told[0][2]}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/migrate.md").read_text(encoding="utf-8"), re.DOTALL)
+    (script,) = _snippets("docs/migrate.md")
     (tmp_path / "script.py").write_text(script)
     printed = [_printed(tmp_path, "script.py") for _ in range(2)]
     assert [re.findall(r"steps (\d+) to", text) for text in printed] == [["0", "0"], ["100", "100"]]
@@ -52,9 +56,7 @@ def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second, third, fourth = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    first, second, third, fourth = _snippets("docs/checkpoints.md")
     model = torch.nn.Linear(4, 4)
     optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sync_every=2)
     model(torch.ones(1, 4)).sum().backward()
@@ -70,7 +72,7 @@ def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_folder_snippet_runs(tmp_path: Path) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/folder.md").read_text(encoding="utf-8"), re.DOTALL)
+    (snippet,) = _snippets("docs/folder.md")
     model = torch.nn.Linear(4, 4)
     place: dict[str, Any] = {"demopt": demopt, "inner": torch.optim.SGD(model.parameters(), lr=0.1)}
     exec(snippet.replace("s3://bucket/mine", str(tmp_path / "run")).replace("late=10", "late=0"), place)

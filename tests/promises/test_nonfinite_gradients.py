@@ -10,29 +10,24 @@ from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Exchange
 
 
-def _shared(optimizer: DeMo) -> list[torch.Tensor]:
-    """Weights, and the state of update rules."""
-    return optimizer.replicator.wiring().replicated_tensors()
-
-
 def _with_bad_gradient(
     rank: int, world_size: int, settings: dict[str, str], bad_ranks: set[int], bad_step: int, bad: float
 ) -> problems.History:
     optimizer = problems.demo(weight_decay=0.1, **settings)
-    payloads = set()
+    weights_and_rules = optimizer.replicator.wiring().replicated_tensors
 
     def spoil(step: int) -> None:
         gradient = problems.all_parameters(optimizer)[1].grad
         assert gradient is not None
         gradient[3, 4] = bad
 
-    fingerprints = []
+    fingerprints, payloads = list[int](), set[int]()
     for step in range(4):
-        momenta, shared = problems.momenta(optimizer), [each.clone() for each in _shared(optimizer)]
+        momenta, before = problems.momenta(optimizer), [each.clone() for each in weights_and_rules()]
         is_bad = step == bad_step
         history = problems.train(optimizer, [step], rank, spoil if is_bad and rank in bad_ranks else lambda _: None)
         assert optimizer.stats.skipped == is_bad
-        assert problems.same(_shared(optimizer), shared) == is_bad, "a skipped step changes neither weights nor rules"
+        assert problems.same(weights_and_rules(), before) == is_bad
         assert problems.same(momenta, history.momenta) == (is_bad and rank in bad_ranks)
         assert all(bool(tensor.isfinite().all()) for tensor in history.parameters + history.momenta)
         fingerprints += history.fingerprints

@@ -1,6 +1,7 @@
 """Ranks with different settings or versions: an error at the first step that names rank and setting."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,32 +152,27 @@ def test_settings_in_equivalent_forms_agree() -> None:
 # Later differences
 
 
-def _changed_later(rank: int, world_size: int, what: str) -> SettingsError | None:
-    optimizer = problems.demo()
-    problems.train(optimizer, range(2), rank)
-    if rank == 1:
-        if what == "frozen":
-            problems.all_parameters(optimizer)[1].requires_grad_(False)
-        elif what == "a group":
-            optimizer.add_param_group({"params": problems.parameters([(3,)])})
-        else:
-            optimizer.param_groups[0][what] = {"lr": 0.5, "top_k": 50}[what]
-    return _attempt(optimizer, rank)
-
-
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("change", "said"),
     [
-        ("lr", "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01"),
-        ("top_k", "rank 1 has param_groups[0]['top_k'] = 50"),
-        ("frozen", "rank 1 has param_groups[0]['params'][1] = float32 [17, 19], frozen"),
-        ("a group", "rank 1 has param_groups[1]['lr'] = "),
+        (lambda o: o.param_groups[0].update(lr=0.5), "[0]['lr'] = 0.5 where rank 0 has 0.01"),
+        (lambda o: o.param_groups[0].update(top_k=50), "[0]['top_k'] = 50"),
+        (lambda o: o.param_groups[0]["params"][1].requires_grad_(False), "[0]['params'][1] = float32 [17, 19], frozen"),
+        (lambda o: o.add_param_group({"params": problems.parameters([(3,)])}), "[1]['lr'] = "),
     ],
 )
-def test_settings_changed_later_are_named_before_apply(what: str, said: str) -> None:
+def test_settings_changed_later_are_named_before_apply(change: Callable[[DeMo], object], said: str) -> None:
     """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
-    for found in ranks.run(_changed_later, 3, what):
-        _assert_named(found, 1, said)
+
+    def changed_later(exchange: Exchange) -> SettingsError | None:
+        optimizer = problems.demo(exchange)
+        problems.train(optimizer, range(2), exchange.rank)
+        if exchange.rank == 1:
+            change(optimizer)
+        return _attempt(optimizer, exchange.rank)
+
+    for found in ranks.threads(changed_later, 3):
+        _assert_named(found, 1, f"rank 1 has param_groups{said}")
 
 
 # LocalDeMo: the settings of its inner optimizers

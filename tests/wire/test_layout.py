@@ -134,6 +134,13 @@ def test_gpt2_message_has_at_most_1_32_bytes_per_kept_sign_and_1_02_bits_per_sig
     assert 8 * (HEADER_BYTES + signs.size) / signs.kept <= 1.02
 
 
+@pytest.mark.parametrize("shape", [(50257, 3), (3, 8191), (8191,), (127, 1, 63)], ids=str)
+def test_message_of_large_prime_shapes_stays_small(shape: tuple[int, ...]) -> None:
+    """With the largest divisor as chunk, an embedding of 50257 or 8191 rows would cost more than its dense gradient."""
+    (parameter,) = _bare([shape])
+    assert _layout(DeMo([parameter], top_k=32)).size < 0.2 * parameter.nbytes
+
+
 @given(st.lists(st.integers(0, 300), max_size=3).map(tuple) | st.sampled_from(problems.SHAPES))
 def test_message_of_any_shape_is_no_longer_than_its_gradient_and_a_header(shape: tuple[int, ...]) -> None:
     (parameter,) = _bare([shape])
