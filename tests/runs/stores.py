@@ -90,7 +90,7 @@ def race(store: Store, racers: int, races: int, size: Callable[[int], int]) -> N
         won = []
         for number in range(races):
             barrier.wait()
-            if store.put_if_absent(f"m/{number}", bytes([me]) * size(number)):
+            if store.put_if_absent(f"rounds/{number}", bytes([me]) * size(number)):
                 won.append(number)
         return won
 
@@ -98,8 +98,8 @@ def race(store: Store, racers: int, races: int, size: Callable[[int], int]) -> N
         won = list(pool.map(run, range(racers)))
     assert sorted(number for each in won for number in each) == list(range(races))
     for me, numbers in enumerate(won):
-        assert all(store.get(f"m/{each}", most=size(each)) == bytes([me]) * size(each) for each in numbers[:50])
-    assert store.list("m") == {str(number) for number in range(races)}
+        assert all(store.get(f"rounds/{each}", most=size(each)) == bytes([me]) * size(each) for each in numbers[:50])
+    assert store.list("rounds") == {str(number) for number in range(races)}
 
 
 def put(store: Store, name: str, data: bytes) -> None:

@@ -3,9 +3,9 @@
 import os
 import shutil
 import stat
-import threading
 
 import pytest
+import stores
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs import disk
@@ -83,22 +83,10 @@ def test_file_in_the_place_of_a_folder_gives_way(run, tmp_path):
 
 def test_object_that_a_loss_of_power_left_empty_is_absent_and_one_of_those_who_race_writes_it(run, tmp_path):
     (tmp_path / "run" / "rounds").mkdir()
-    won = []
     for number in range(50):
-        name = f"rounds/{number}"
-        (tmp_path / "run" / name).touch()
-        assert run.get(name, 9) is None
-        racers = [
-            threading.Thread(target=lambda me, n=name: won.append(run.put_if_absent(n, me)), args=(b"%d" % me,))
-            for me in range(3)
-        ]
-        for each in racers:
-            each.start()
-        for each in racers:
-            each.join()
-        assert run.get(name, 9) in (b"0", b"1", b"2")
-    assert won.count(True) == 50
-    assert run.list("rounds") == {str(number) for number in range(50)}
+        (tmp_path / "run" / "rounds" / str(number)).touch()
+        assert run.get(f"rounds/{number}", 9) is None
+    stores.race(run, racers=3, races=50, size=lambda _: 9)
     run.delete(["rounds/7"])
     assert run.get("rounds/7", 9) is None
     assert not [*(tmp_path / "run" / "rounds").glob("7*")]

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import hypothesis
@@ -75,68 +76,51 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay: int) -> None:
-    store, read, errors = ObjectStore(), Counter[int](), list[BaseException]()
+    store, read, futures = ObjectStore(), Counter[int](), list[Future[None]]()
     lock, both, rounds = threading.Lock(), threading.Barrier(2), 4
 
     def work(number: int) -> None:
-        try:
-            parameter = torch.nn.Parameter(torch.zeros(32))
-            run = FolderExchange(store, late=60.0)
-            inner = torch.optim.SGD([parameter], lr=0.1)
-            optimizer = demopt.LocalDeMo(
-                inner, sync_every=2, delay=delay, codec=demopt.Codec(chunk=8), process_group=run
-            )
-            optimizer.join()
-            if number < 2:
-                both.wait(200.0)  # so that neither reads everything before the other is there
-            leaves = number == 1
-            for batch in demopt.RunSampler(optimizer, 101, batch=2 + number, epochs=2):
-                parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-                with lock:
-                    read.update(batch)
-                rest = int(optimizer.replicator.round_number)
-                if number == 0 and rest >= 2 and len(threads) == 2:
-                    start(2)
-                if leaves and rest >= rounds:
-                    run.leaving = True
-                    optimizer.finish_round(last=True)
-                    break
-            run.wait_for_uploads()
-        except BaseException as error:
-            errors.append(error)
+        parameter = torch.nn.Parameter(torch.zeros(32))
+        run = FolderExchange(store, late=60.0)
+        inner = torch.optim.SGD([parameter], lr=0.1)
+        optimizer = demopt.LocalDeMo(inner, sync_every=2, delay=delay, codec=demopt.Codec(chunk=8), process_group=run)
+        optimizer.join()
+        if number < 2:
+            both.wait(200.0)  # so that neither reads everything before the other is there
+        for batch in demopt.RunSampler(optimizer, 101, batch=2 + number, epochs=2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            with lock:
+                read.update(batch)
+            done = int(optimizer.replicator.round_number)
+            if number == 0 and done >= 2 and len(futures) == 2:
+                futures.append(pool.submit(work, 2))
+            if number == 1 and done >= rounds:
+                run.leaving = True
+                optimizer.finish_round(last=True)
+                break
+        run.wait_for_uploads()
 
-    threads: list[threading.Thread] = []
-
-    def start(number: int) -> None:
-        threads.append(threading.Thread(target=work, args=(number,)))
-        threads[-1].start()
-
-    start(0)
-    start(1)
-    while any(thread.is_alive() for thread in threads):
-        for thread in [*threads]:
-            thread.join()
-    assert not errors, errors
-    assert len(threads) == 3
+    with ThreadPoolExecutor(3) as pool:
+        futures += [pool.submit(work, number) for number in range(2)]
+        for future in futures:  # a third one comes on the way
+            future.result()
+    assert len(futures) == 3
     assert read == Counter(dict.fromkeys(range(101), 2))
 
 
 def test_worker_with_other_data_is_refused_before_it_sends() -> None:
     store = ObjectStore()
 
-    def batches(sequences: int) -> Any:
-        parameter = torch.nn.Parameter(torch.zeros(8))
-        run = FolderExchange(store, late=0.0, patience=0.0)
-        inner = torch.optim.SGD([parameter], lr=0.1)
+    def batches(sequences: int, run: Any) -> Any:
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
         return iter(demopt.RunSampler(demopt.LocalDeMo(inner, process_group=run), sequences, batch=2))
 
-    next(batches(10))
+    next(batches(10, FolderExchange(store, late=0.0, patience=0.0)))
     with pytest.raises(SettingsError, match="11 sequences in all epochs"):
-        next(batches(11))
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
+        next(batches(11, FolderExchange(store, late=0.0, patience=0.0)))
     with pytest.raises(TypeError, match="FolderExchange"):
-        demopt.RunSampler(demopt.LocalDeMo(inner), 10, batch=2)
+        batches(10, None)
 
 
 def test_spans_stay_few_over_a_long_run() -> None:
@@ -157,20 +141,18 @@ def test_each_epoch_has_every_sequence_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [], {}, {"total": 9, "unread": "4", "held": {}, "returned": []},
-        {"total": 9, "unread": True, "held": {}, "returned": []},
-        {"total": 3, "unread": 4, "held": {}, "returned": []},
-        {"total": 9, "unread": 4, "held": {"a": [[0, 5]]}, "returned": []},  # of a number that nobody has had
-        {"total": 9, "unread": 4, "held": {"a": [[0, 2]]}, "returned": [[1, 3]]},  # one number twice
-        {"total": 9, "unread": 4, "held": {"a": [[2, 2]]}, "returned": []},
-        {"total": 9, "unread": 4, "held": {"a": [[0.0, 2]]}, "returned": []},
-        {"total": 9, "unread": 4, "held": {"a": 5}, "returned": []},
-    ],
-)  # fmt: skip
+WHOLE: dict[str, Any] = {"total": 9, "unread": 4, "held": {"a": [[0, 2]]}, "returned": [[2, 3]]}
+DAMAGED: list[dict[str, Any]] = [
+    {"unread": "4"}, {"unread": True}, {"total": 3}, {"held": {"a": [[2, 2]]}}, {"held": {"a": [[0.0, 2]]}},
+    {"held": {"a": [[0, 5]]}, "returned": []},  # of a number that nobody has had
+    {"returned": [[1, 3]]},  # one number twice
+    {"held": {"a": 5}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [[], {}, *({**WHOLE, **change} for change in DAMAGED)], ids=str)
 def test_damaged_reading_of_a_manifest_is_refused(value: Any) -> None:
+    assert reading_of("manifest", WHOLE).total == 9
     with pytest.raises(MessageError, match="account of the data"):
         reading_of("manifest", value)
 

@@ -99,24 +99,33 @@ class Machines:
         self.environment: dict[str, str] = {}
         self.key: bytes | None = None
 
-    def start(self, *words: object, out: str, end: str = "") -> Any:
+    def start(self, *words: object, out: str, end: str = "", at: int | None = None) -> Any:
+        """Starts a command; `at`: and waits until its worker has asked to be waited for in this round."""
         command = [*map(str, words), "--out", str(self.place / out)]
         given = (command, str(self.place / f"{out}.log"), str(self.allowed), self.environment, end)
         self.started.append(forked.CONTEXT.Process(target=_command, args=given))
         self.started[-1].start()
+        if at is not None:
+            store = self.store
+            self.wait(lambda: log.look(store, at).hellos)
         return self.started[-1]
 
-    def train(self, out: str, *more: object, steps: int = 60, end: str = "") -> Any:
-        return self.start("train", "--run", self.run, *SMALL, "--steps", steps, *self.data, *more, out=out, end=end)
+    def train(self, out: str, *more: object, steps: int = 60, **how: Any) -> Any:
+        return self.start("train", "--run", self.run, *SMALL, "--steps", steps, *self.data, *more, out=out, **how)
 
-    def join(self, out: str, *more: object) -> Any:
-        return self.start("join", self.run, "--threads", 1, "--late", 1, *more, out=out)
+    def join(self, out: str, *more: object, **how: Any) -> Any:
+        return self.start("join", self.run, "--threads", 1, "--late", 1, *more, out=out, **how)
 
     def said(self, out: str) -> str:
         return (self.place / f"{out}.log").read_text()
 
     def allow(self, number: int) -> None:
         (self.allowed / str(number)).touch()
+
+    def reach(self, number: int) -> log.Manifest:
+        """Lets rounds begin, up to this one; returns its manifest."""
+        self.allow(number)
+        return self.manifest(number)
 
     def kill(self, process: Any) -> None:
         """Kills a worker, for which later rounds wait a second."""
@@ -134,11 +143,6 @@ class Machines:
         self.wait(lambda: log.look(store, number).has_manifest)
         return log.read_manifest(store, log.read_record(store).identity, number)
 
-    def hello(self, number: int) -> None:
-        """Waits until a worker has asked to be waited for in a round."""
-        store = self.store
-        self.wait(lambda: log.look(store, number).hellos)
-
     def wait(self, condition) -> None:
         limit = time.monotonic() + LIMIT
         while not condition():
@@ -154,6 +158,10 @@ class Machines:
         code: int = process.exitcode
         return code
 
+    def rows(self, out: str) -> list[dict[str, Any]]:
+        """The metrics of a worker."""
+        return [json.loads(line) for line in (self.place / out / "metrics.jsonl").read_text().splitlines()]
+
 
 @pytest.fixture
 def machines(tmp_path):
@@ -166,23 +174,18 @@ def machines(tmp_path):
 
 def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     first = machines.train("first")
-    machines.allow(1)
-    assert len(machines.manifest(1).senders) == 1
-    second = machines.join("second")
-    machines.hello(2)
-    machines.allow(4)
-    machines.manifest(4)
+    assert len(machines.reach(1).senders) == 1
+    second = machines.join("second", at=2)
+    machines.reach(4)
     assert len(machines.manifest(3).senders) == 2
     machines.kill(second)
-    third = machines.join("third")
-    machines.hello(5)
+    third = machines.join("third", at=5)
     told = forked.demopt("status", machines.run).stdout
     assert re.search(r"next message\s", told), told
     assert "awaited: it has joined" in told
     assert "others: demopt join" in machines.said("first")
     assert "others:" not in machines.said("second")
-    machines.allow(6)
-    machines.manifest(6)
+    machines.reach(6)
     os.kill(first.pid, signal.SIGTERM)  # leaves; the run goes on elsewhere
     machines.wait(lambda: "stopping after one more round" in machines.said("first"))
     machines.allow(99)
@@ -199,8 +202,8 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     assert replay.stdout == f"weights after 12 rounds: sha256 {digest}\n"
     models = [machines.place / out / "model" / "model.safetensors" for out in ("first", "third")]
     assert models[0].read_bytes() == models[1].read_bytes()
-    rows = [json.loads(line) for line in (machines.place / "third" / "metrics.jsonl").read_text().splitlines()]
-    assert (rows[-1]["step"], rows[-1]["round"]) == (60, 12)  # as status counts
+    last = machines.rows("third")[-1]
+    assert (last["step"], last["round"]) == (60, 12)  # as status counts
 
 
 @pytest.mark.parametrize(
@@ -210,21 +213,16 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
 def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_step_counts_once(lives, machines):
     """By SIGKILL, when its message is put or when its manifest is; in the last case its saved state knows neither."""
     first = machines.train("first", steps=35)
-    machines.allow(0)
-    machines.manifest(0)
+    machines.reach(0)
     for end in lives:
-        killed = machines.train("second", steps=35, end=end)
-        if end == lives[0]:
-            machines.hello(1)
-            machines.allow(ENDS)
+        killed = machines.train("second", steps=35, end=end, at=1)
+        machines.allow(ENDS)
         assert machines.code(killed) == (1 if end.startswith("failed") else -signal.SIGKILL), machines.said("second")
     machines.manifest(ENDS)
     (machines.allowed / GONE).touch()
-    machines.allow(ENDS + 2)
-    assert [*machines.manifest(ENDS + 2).members.values()] == [0]  # nobody waits for the dead any more
+    assert [*machines.reach(ENDS + 2).members.values()] == [0]  # nobody waits for the dead any more
     (machines.allowed / GONE).unlink()
-    again = machines.train("second", steps=35)
-    machines.hello(ENDS + 3)
+    again = machines.train("second", steps=35, at=ENDS + 3)
     machines.allow(99)
     digest = machines.ended(first, "first")
     assert machines.ended(again, "second") == digest
@@ -241,17 +239,12 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.data = ("--data", str(text))
     more = [*SMALL, "--sync-every", 2, "--global-batch", 6, "--epochs", 1]
     first = machines.start("train", "--run", machines.run, *more, *machines.data, out="first")
-    machines.allow(2)
-    machines.manifest(2)
-    second = machines.join("second")
-    machines.hello(3)
-    machines.allow(5)
-    assert len(machines.manifest(5).reading.held) == 2
+    machines.reach(2)
+    second = machines.join("second", at=3)
+    assert len(machines.reach(5).reading.held) == 2
     machines.kill(second)
-    third = machines.join("third")
-    machines.hello(6)
-    machines.allow(9)
-    machines.manifest(9)
+    third = machines.join("third", at=6)
+    machines.reach(9)
     os.kill(first.pid, signal.SIGTERM)
     machines.allow(10)
     assert machines.code(first) == 143, machines.said("first")
@@ -277,10 +270,8 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
     first = machines.train("first", "--sync-every", 40, steps=80)
-    machines.allow(0)
-    machines.manifest(0)
-    second = machines.join("second")
-    machines.hello(1)
+    machines.reach(0)
+    second = machines.join("second", at=1)
     resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (8000, 8000))  # its metrics get longer before its first message
     assert machines.code(second) == 1, machines.said("second")
     (machines.allowed / GONE).touch()
@@ -294,10 +285,8 @@ def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machin
 
 def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     first = machines.train("first", steps=20)
-    machines.allow(0)
-    machines.manifest(0)
-    second = machines.join("second")
-    machines.hello(1)
+    machines.reach(0)
+    second = machines.join("second", at=1)
     assert "all workers will stop" in forked.demopt("stop", machines.run).stdout
     machines.allow(2)
     codes = machines.code(first), machines.code(second)
@@ -329,8 +318,7 @@ def test_each_sequence_counts_in_one_message(machines, delay):
     machines.ended(machines.train("first", "--delay", delay, steps=20), "first")
     senders = [machines.manifest(number).senders for number in range(4)]
     assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
-    rows = [json.loads(line) for line in (machines.place / "first" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["tokens"] == 40 * 32
+    assert machines.rows("first")[-1]["tokens"] == 40 * 32
 
 
 @pytest.mark.parametrize("kind", servers.BUCKETS)
@@ -341,12 +329,9 @@ def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch
     key.write_text(machines.key.hex())
     key.chmod(0o600)
     first = machines.train("first", "--key-file", key, steps=40)
-    machines.allow(1)
-    machines.manifest(1)
-    second = machines.join("second", "--key-file", key)
-    machines.hello(2)
-    machines.allow(4)
-    machines.manifest(4)
+    machines.reach(1)
+    second = machines.join("second", "--key-file", key, at=2)
+    machines.reach(4)
     assert len(machines.manifest(3).senders) == 2
     machines.kill(second)
     machines.allow(99)
@@ -389,8 +374,7 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     more = "--sequence 32 --batch 2 --warmup 3 --eval-sequences 6 --lora 2 --keep-log --checkpoint-every 2 --steps 40"
     own = ("--model", base, "--data", chats, "--threads", 1)
     first = machines.start("train", "--run", machines.run, *more.split(), *own, out="first")
-    machines.allow(2)
-    machines.manifest(2)
+    machines.reach(2)
     moved = base.rename(machines.place / "moved")
     told = forked.demopt("join", machines.run, "--out", machines.place / "x").stderr
     assert f"the run's model is {base}, which is not here: give a copy of it by --model" in told
@@ -400,8 +384,7 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     seen = forked.demopt("export", machines.run, "--out", machines.place / "early", "--model", moved)
     assert seen.stdout.startswith("the model after 3 rounds is in"), seen.stderr
     assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
-    second = machines.join("second", "--model", moved)
-    machines.hello(3)
+    second = machines.join("second", "--model", moved, at=3)
     machines.allow(99)
     digest = machines.ended(second, "second")
     assert machines.ended(first, "first") == digest
@@ -409,10 +392,8 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     for out, words in (("late", ()), ("whole", ("--merge",))):
         done = forked.demopt("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
         assert done.returncode == 0, done.stderr
-    files = [
-        machines.place / out / "adapter_model.safetensors" for out in ("first/model", "second/model", "late", "early")
-    ]
-    trained, same, exported, early = (file.read_bytes() for file in files)
+    places = (machines.place / out for out in ("first/model", "second/model", "late", "early"))
+    trained, same, exported, early = ((place / "adapter_model.safetensors").read_bytes() for place in places)
     assert trained == same == exported != early
     assert (machines.place / "whole" / "model.safetensors").exists()
 
@@ -459,8 +440,7 @@ def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run
 
 def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(machines):
     first = machines.train("first", steps=20)
-    machines.allow(1)
-    machines.manifest(1)
+    machines.reach(1)
     machines.kill(first)
     first.join()
     run, metrics = Path(machines.run), machines.place / "first" / "metrics.jsonl"
@@ -491,19 +471,15 @@ def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
     machines.allow(0)
     first = machines.train("first", "--global-batch", 9, steps=40)
     machines.manifest(0)
-    second = machines.join("second")
-    machines.hello(1)
+    second = machines.join("second", at=1)
     machines.allow(99)
     assert machines.ended(first, "first") == machines.ended(second, "second")
-    steps = {}
-    for out in ("first", "second"):
-        rows = [json.loads(line) for line in (machines.place / out / "metrics.jsonl").read_text().splitlines()]
-        steps[out] = {row["step"]: row["batch"] for row in rows}
-    assert {steps["first"][step] + steps["second"][step] for step in range(11, 41)} == {9}  # both know both speeds
+    one, other = ({row["step"]: row["batch"] for row in machines.rows(out)} for out in ("first", "second"))
+    assert {one[step] + other[step] for step in range(11, 41)} == {9}  # both know both speeds
     for number in range(2, 8):
-        samples = sorted(sender.samples for sender in machines.manifest(number).senders)
-        assert samples == sorted(5 * steps[out][5 * number + 1] for out in steps)
-        assert all(sender.note["speed"] > 0 for sender in machines.manifest(number).senders)
+        senders = machines.manifest(number).senders
+        assert sorted(sender.samples for sender in senders) == sorted(5 * each[5 * number + 1] for each in (one, other))
+        assert all(sender.note["speed"] > 0 for sender in senders)
 
 
 def test_example_of_unequal_machines_ends_with_equal_weights(monkeypatch, capsys):
