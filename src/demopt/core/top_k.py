@@ -27,22 +27,16 @@ def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None
         return positions, coefficients_CN.gather(1, positions)
     magnitudes = torch.abs(coefficients_CN, out=spare_CN)
     if length % _LANES == 0 and 2 * keep * _LANES <= length:
-        positions = _by_groups(magnitudes, keep)
+        groups = length // _LANES  # g has elements g, g + N/16, ...: maxima over a strided dimension are fastest
+        maxima = magnitudes.view(count, _LANES, groups).amax(dim=1)
+        strongest_groups = maxima.topk(keep, dim=1, sorted=False).indices
+        candidates = (strongest_groups.unsqueeze(1) + _lanes(groups, magnitudes.device)).view(count, _LANES * keep)
+        among = magnitudes.gather(1, candidates).topk(keep, dim=1, sorted=False).indices
+        positions = candidates.gather(1, among)
     else:
         positions = magnitudes.topk(keep, dim=1, sorted=False).indices
     positions = positions.sort(dim=1).values
     return positions, coefficients_CN.gather(1, positions)
-
-
-def _by_groups(magnitudes_CN: Tensor, keep: int) -> Tensor:
-    """Returns positions [C, K]. Group g has elements g, g + N/16, ...: maxima over a strided dimension are fastest."""
-    count, length = magnitudes_CN.shape
-    groups = length // _LANES
-    maxima = magnitudes_CN.view(count, _LANES, groups).amax(dim=1)
-    strongest_groups = maxima.topk(keep, dim=1, sorted=False).indices
-    candidates = (strongest_groups.unsqueeze(1) + _lanes(groups, magnitudes_CN.device)).view(count, _LANES * keep)
-    among = magnitudes_CN.gather(1, candidates).topk(keep, dim=1, sorted=False).indices
-    return candidates.gather(1, among)
 
 
 @functools.lru_cache(maxsize=64)

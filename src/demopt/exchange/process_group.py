@@ -51,19 +51,19 @@ class Collective(Exchange):
         message_B = self._served(message_B)
         gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.13 renamed it
-        self._run(lambda: gather(gathered, message_B, group=self._pg, async_op=True), message_B)
+        self._run(message_B, gather, gathered, message_B)
         return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         sent = self._served(parts_WB).contiguous()
         received = torch.empty_like(sent)
-        self._run(lambda: dist.all_to_all_single(received, sent, group=self._pg, async_op=True), sent)
+        self._run(sent, dist.all_to_all_single, received, sent)
         return received
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """One broadcast from the member `src`, counted within the group."""
         spread = self._served(data_B)
-        self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._pg, async_op=True), spread)
+        self._run(spread, dist.broadcast, spread, self._global_ranks[src])
         if spread is not data_B:
             data_B.copy_(spread)
 
@@ -72,8 +72,7 @@ class Collective(Exchange):
         message_B, rows = self._served(message_B), None
         if self.rank == dst:
             rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
-        to = self._global_ranks[dst]
-        self._run(lambda: dist.gather(message_B, rows, to, group=self._pg, async_op=True), message_B)
+        self._run(message_B, dist.gather, message_B, rows, self._global_ranks[dst])
         return None if rows is None else torch.stack(rows)
 
     def await_all(self, call: str) -> None:
@@ -111,11 +110,11 @@ class Collective(Exchange):
             )
         return tensor.cpu()
 
-    def _run(self, start: Any, tensor: Tensor) -> None:
+    def _run(self, tensor: Tensor, collective: Any, *given: Any) -> None:
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
         timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._pg)
         with self._liveness.waiting(self._global_ranks):
-            work = start()
+            work = collective(*given, group=self._pg, async_op=True)
             work.wait() if timeout is None else work.wait(timeout)
 
 

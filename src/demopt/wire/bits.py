@@ -168,18 +168,15 @@ class IndexCode:
         Returns also faults: of maps that do not have K ones, of positions that do not ascend, or reach N.
         """
         keep, low, faults = self.keep, self.low, []
-        lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
-        if not self.width:
-            assert lows is not None
-            positions = lows
-        else:
+        if self.width:
             if planes[-1].is_cpu and planes[-1].dtype == torch.uint8 and library() is not None:
                 positions, wrong = kernels.unpack_unary(planes[-1], chunks, keep, self.width)
             else:
                 positions, wrong = self._high_parts(planes[-1], chunks)
             faults.append((f"an index map does not have {keep} ones", wrong))
-            if lows is not None:
-                positions = torch.add(lows, positions, alpha=1 << low)
+        if low:
+            lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep))
+            positions = torch.add(lows, positions, alpha=1 << low) if self.width else lows
         if keep > 1:
             faults.append(("indices of a chunk do not ascend", positions[..., 1:] <= positions[..., :-1]))
         if self.length % (1 << low):  # otherwise the last high part ends where the chunk does
