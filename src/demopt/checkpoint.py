@@ -77,7 +77,7 @@ class OptimizerState:
         old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            if not (match := _KEY.fullmatch(key)) or entry is None:  # None: a key that the checkpoint does not have
+            if not (match := _KEY.fullmatch(key)) or entry is None:  # DCP puts None at an own key that the file lacks
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
             saved = _read_entry(entry)
@@ -132,7 +132,9 @@ class LoadPlanner(DefaultLoadPlanner):
             for old in overlaps(rank, self.state_dict[f"{prefix}world_size"], old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            if old_size and key not in saved:  # DCP would refuse a key that is not there
+            # DCP refuses a key that is not there. One that is there stays, although this rank may not take over from
+            # it: without it DCP would take the file for one of torch 2.3.
+            if old_size and key not in saved:
                 del self.state_dict[key]
         for key, entry in list(self.state_dict.items()):
             if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:  # nothing is read

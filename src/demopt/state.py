@@ -51,8 +51,10 @@ _REMEDY = (
 )
 _OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
 _OWN = ("momentum", "local", "start", SAVED_BY, *OF_OWNERS)
-# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" or "momentum" there. So the replicator's
-# parts have other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's.
+# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" there. So the replicator's parts have
+# other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's; those that it
+# calls like one of ours get a prefix.
+_OF_INNER = "inner_"
 _FROM_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
 _FROM_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *OF_OWNERS)}
 _TO_LOCAL = {name: in_local for in_local, name in _FROM_LOCAL.items()}
@@ -70,16 +72,19 @@ class SavedParameter:
     def of(entry: Mapping[str, Any]) -> SavedParameter:
         """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
         if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
-            return SavedParameter({}, {}, dict(entry))
+            return SavedParameter({}, {}, _unprefixed(entry))
         names = _FROM_LOCAL if "global" in entry else {name: name for name in entry}
         known = {names[given]: value for given, value in entry.items() if given in names}
         own = {name: value for name, value in known.items() if name in _OWN}
         shared = {name: value for name, value in known.items() if name not in _OWN}
-        return SavedParameter(shared, own, {name: value for name, value in entry.items() if name not in names})
+        return SavedParameter(shared, own, _unprefixed({k: value for k, value in entry.items() if k not in names}))
 
     def entry(self) -> dict[str, Any]:
         """Writes it as an entry of a state."""
-        entry = {**self.inner, **{self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}}
+        entry = {self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}
+        for name, value in self.inner.items():
+            is_ours = name in (*_FROM_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
+            entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()
         return entry
@@ -96,6 +101,10 @@ class SavedParameter:
     def shared_entry(self) -> dict[str, Any]:
         """What of the entry is equal on all ranks."""
         return SavedParameter(self.shared, {}, {}).entry()
+
+
+def _unprefixed(entry: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {k.removeprefix(_OF_INNER) if isinstance(k, str) else k: value for k, value in entry.items()}
 
 
 # One rank's state, read
@@ -133,7 +142,7 @@ def read(
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
     entries, found, lacking = state.get("state", {}), dict[Tensor, SavedParameter](), list[str]()
-    is_empty = not any(entries.values())  # of an optimizer that has not stepped yet: refused where one is needed
+    is_empty = not any(entries.values())  # of no parameter: then the checks below refuse it, if any trains
     for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             saved = SavedParameter.of(entries.get(number, {}))
@@ -419,7 +428,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     largest = max(mine, key=lambda old: mine[old])  # the first, if several have it
     taken: dict[Any, Entry] = {}
     for number in states[largest]["state"]:
-        parts = {old: SavedParameter.of(states[old]["state"][number]) for old in mine}
+        parts = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in mine}
         if world_size != old_size:
             parts = {old: _without_owner(saved, old_size) for old, saved in parts.items()}
         chosen = parts[largest]
@@ -427,8 +436,11 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
         for name in AVERAGED:
             if any(name in saved.own for saved in parts.values()):
                 # a rank whose local weights, or start, are the global weights has left them out
-                instead = {} if name == "momentum" else {name: chosen.shared["global"]}
-                own[name] = _mean([({**instead, **saved.own}[name], mine[old]) for old, saved in parts.items()])
+                instead = None if name == "momentum" else chosen.shared.get("global")
+                values = [(saved.own.get(name, instead), mine[old]) for old, saved in parts.items()]
+                if any(value is None for value, _ in values):
+                    raise ValueError(f"the states are damaged: some rank has no {name} of parameter {number}")
+                own[name] = _mean(values)
         if saved_by := SavedBy.of(own):
             own[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
         taken[number] = replace(chosen, own=own).entry()
@@ -499,7 +511,7 @@ def _common(state: StateDict) -> dict[Any, Any]:
     }
 
 
-def _mean(parts: list[tuple[Tensor, Fraction]]) -> Tensor:
+def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
     """Returns a weighted mean, in float32 or wider; a single part is not copied."""
     (first, _), *more = parts
     if not more:

@@ -15,7 +15,7 @@ import demopt
 import problems
 import ranks
 from demopt.exchange import Exchange
-from demopt.state import overlaps
+from demopt.state import overlaps, share_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
@@ -115,3 +115,15 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             demopt.reshard(states, ranks_now)
+
+
+def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused() -> None:
+    one, two = _states(2)
+    frozen = {"exp_avg": torch.ones(2)}  # of a frozen parameter, where an inner optimizer began anew on a rank
+    for old in (one, {**one, "state": {**one["state"], 9: frozen}}):
+        taken = share_of({0: old, 1: two}, 0, 1, 2)["state"]
+        assert taken.keys() == old["state"].keys()
+    assert taken[9] == frozen
+    del (lacking := dict(two["state"][0]))["momentum"]
+    with pytest.raises(ValueError, match="the states are damaged: some rank has no momentum of parameter 0"):
+        share_of({0: one, 1: {**two, "state": {**two["state"], 0: lacking}}}, 0, 1, 2)

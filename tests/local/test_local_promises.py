@@ -358,6 +358,35 @@ class _ByNumber(torch.optim.SGD):
                 part.sub_(entry["momentum"], alpha=0.1)
 
 
+class _NamedAlike(torch.optim.SGD):
+    """Calls its momenta like entries of LocalDeMo."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            for name in ("error", "global", "momentum", "inner_error") if parameter.grad is not None else ():
+                momentum = self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+                parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.02 * len(name))
+
+
+def test_inner_state_that_is_named_like_ours_is_saved_and_loaded() -> None:
+    ends = []
+    for resumes in (False, True):
+        optimizer = make(SingleRank(), [(16, 16), (20,)], _NamedAlike, sync_every=2)
+        ends.append(train(optimizer, range(4)))
+        problems.all_parameters(optimizer)[1].requires_grad_(False)
+        if resumes:
+            saved = problems.by_file(optimizer.state_dict())
+            twins = problems.twins(optimizer)
+            twins[1].requires_grad_(False)
+            optimizer = LocalDeMo(_NamedAlike(twins), sync_every=2, top_k=24, chunk=16, process_group=SingleRank())
+            optimizer.load_state_dict(saved)
+        ends[-1] += train(optimizer, range(4, 6))
+        problems.all_parameters(optimizer)[1].requires_grad_(True)
+        ends[-1] += train(optimizer, range(6, 10))
+    assert ends[0] == ends[1]
+
+
 def test_a_state_whose_keys_are_no_text_is_saved_and_loaded() -> None:
     ends = []
     for resumes in (False, True):

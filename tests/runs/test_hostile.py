@@ -12,7 +12,8 @@ import pytest
 import servers
 import stores
 from hypothesis import strategies as st
-from workers import Worker, replayed, together, waiting
+from stores import Through
+from workers import Worker, joined, replayed, together, waiting
 
 from demopt.errors import DemoptError, ExchangeError, MessageError
 from demopt.runs import exchange, inbox, log
@@ -98,6 +99,26 @@ def test_odd_names_are_no_workers_and_are_not_deleted(tmp_path):
     for name in ("٣", "²", "3", "00000020", "000000020", "-0000001"):
         (tmp_path / "run" / "checkpoints" / name).write_bytes(b"x")
     assert log.checkpoints(bare) == [0, 20]
+
+
+class Ghost(Through):
+    """Lists a message that cannot be read, as where listings run ahead, or a stranger has another kind of object."""
+
+    def list(self, folder):
+        return super().list(folder) | ({"ghost.message", "w1.message"} if folder.startswith("rounds/") else set())
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("kind", ["listed", "second name"])
+def test_message_that_is_listed_and_cannot_be_read_halts_no_round(tmp_path, kind, key):
+    place = tmp_path / "run" / "rounds" / "00000000"
+    place.mkdir(parents=True)
+    (place / "ghost.message~").write_bytes(b"x")
+    store = Ghost(ObjectStore()) if kind == "listed" else Disk(tmp_path / "run")
+    first, second = joined(store, key=key)
+    first.round()
+    second.round()
+    assert (first.run.last.row, second.digest) == (0, first.digest)
 
 
 def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round():
@@ -350,7 +371,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
     assert [sender.worker for sender in liar.run.decided.senders] == ["w0", "w1", "w2"]
 
     def forge(manifest):
-        own = log.Sender("w0", log.digest(liar.run.sent.packed()), 1)
+        own = log.Sender("w0", log.digest(inbox.envelope_of(liar.optimizer.replicator.round).packed()), 1)
         return propose(dataclasses.replace(manifest, senders=[own], members={"w0": 0}))
 
     liar.run.late, liar.run._propose = 0.0, forge

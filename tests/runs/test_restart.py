@@ -16,7 +16,7 @@ from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.inbox import CoveredError, ForkedError
+from demopt.runs.inbox import CoveredError, ForkedError, envelope_of
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import status_of
 
@@ -108,7 +108,9 @@ def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store: Any, tmp_pat
     dcp.save({"optimizer": OptimizerState(first.optimizer)}, checkpoint_id=tmp_path)
     planner, state = LoadPlanner(), {"optimizer": OptimizerState(again.optimizer)}
     dcp.load(state, storage_reader=Reader(tmp_path), planner=planner)
-    assert again.optimizer.own_state_dict()["folder"] == first.optimizer.own_state_dict()["folder"]
+    for finds in (lambda: None, again.run.find_run):  # the state has it until this worker joins
+        finds()
+        assert again.optimizer.own_state_dict()["folder"] == first.optimizer.own_state_dict()["folder"]
 
 
 def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
@@ -121,10 +123,13 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
         other.join()
     digest, weights = other.digest, Worker(store, 3)
-    for wrong in ({"message": 3}, {"worker": None}, {"worker": "../w"}, {"sent": "[3]"}, {"forgotten 0": 3}):
+    known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
+    wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
+    wrong += [{"sent": "[3]"}, {"sent": '[["a", "b", "c", true]]'}, {"forgotten 0": 3}, {"forgotten 0": noise}]
+    for folder in [{**known, **each} for each in wrong] + [{k: known[k] for k in known if k != name} for name in known]:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
-                worker.optimizer.load_state_dict({**state, "folder": {**state["folder"], **wrong}})
+                worker.optimizer.load_state_dict({**state, "folder": folder})
     assert other.digest == digest != weights.digest, "nothing has changed"
     with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
         Worker(None, 0, group=SingleRank()).optimizer.load_state_dict({**state, "folder": "text"})
@@ -138,7 +143,7 @@ def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_re
         worker.step()
 
     def fork(_: Any) -> None:
-        dies.run._put(dies.run.sent)
+        dies.run._put(envelope_of(dies.optimizer.replicator.round))
         raise ForkedError("another manifest")
 
     dies.run._require_round_before = fork

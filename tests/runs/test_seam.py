@@ -143,6 +143,25 @@ def test_second_worker_of_one_name_sends_under_another(store):
     assert (first.run.row, second.run.row, first.digest) == (0, 1, second.digest)
 
 
+def test_message_under_a_second_name_counts_once_after_an_error(store):
+    first, second = joined(store)
+    second.run.worker, first.run.late, second.run.late = first.run.worker, 60.0, 60.0
+    decide, second.run._manifest_of = second.run._manifest_of, interrupted
+    with waiting(first.round, store):
+        with pytest.raises(KeyboardInterrupt):
+            second.round()
+        first.run.late = second.run.late = 0.0
+    second.run._manifest_of = decide
+    second.optimizer.flush()
+    assert second.run.worker.startswith("w0-")
+    assert [sender.worker for sender in first.run.decided.senders] == ["w0", second.run.worker]
+    assert (second.run.last.row, second.digest) == (1, first.digest)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("wins", [0, 1])
 @pytest.mark.usefixtures("still")

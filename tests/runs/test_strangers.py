@@ -3,6 +3,7 @@
 One finished run of `demopt train` without a key, whose objects the tests edit.
 """
 
+import io
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -201,7 +203,16 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
     assert sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"]) == 20 * 2
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", b"{}"])
+def saved(**state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+OF_NOTHING = saved(drawn=0, optimizer={}), saved(drawn=0, optimizer={"state": {}, "param_groups": []})
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", b"{}", *OF_NOTHING])
 def test_state_that_cannot_be_read_is_told_in_one_line(content: bytes, finished: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     assert forked.demopt("join", finished, "--out", mine).returncode == 0

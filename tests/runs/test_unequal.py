@@ -134,7 +134,7 @@ def test_worker_whose_upload_takes_ten_rounds_of_the_other_is_in_rounds_and_its_
     bare, pause = ObjectStore(), 0.02
 
     def slowly(call: str) -> None:
-        if call == "put_if_absent" and slow.run.joined and slow.run.since < time.monotonic():
+        if call == "put_if_absent" and slow.run.joined and slow.run.round_began < time.monotonic():
             time.sleep(10 * pause)
 
     fast, slow = Trained(bare, 0, late=pause, keep_log=True), Trained(Wrapped(bare, slowly), 1, late=pause)

@@ -99,7 +99,7 @@ class LocalDeMo(ReplicatedOptimizer):
         (0, True)
     """
 
-    warns_of_saving = True  # False where the model is saved with the global weights anyway
+    warns_of_saving = True  # integrations/accelerate.py sets False: it saves the model with the global weights
 
     @unrecorded
     def __init__(
@@ -357,7 +357,7 @@ class LocalDeMo(ReplicatedOptimizer):
                     weights.adopt()
         if moments is None:
             return
-        self.mistakes.note_state(has_local_weights=False)  # the run's weights replace those of a state
+        self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
         self._inner.borrow(moments)
         self.local_steps = self.local_steps if rounds.keeps_steps else 0
         self._note_gradients([parameter.grad for parameter in weights.parameters])
@@ -431,7 +431,7 @@ class LocalDeMo(ReplicatedOptimizer):
                     self._weights.hold()
                 raise
             self._set_weights(current.finite)
-            self._catch_up()
+            self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             if not self._rounds.sends_again:
                 return
 
@@ -535,10 +535,12 @@ class LocalDeMo(ReplicatedOptimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
         self.replicator.let_extract()
-        found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
+        inner = self._inner.state()
+        found = {parameter: SavedParameter({}, {}, entry) for parameter, entry in inner.items()}
         transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
         counters = {"local_steps": self.local_steps, "transform": transform}
         with_local = self.weights_differ
+        self._weights.notice_loaded()
         for local, weight in self._weights.global_of.items():
             if weight not in self.replicator.state:
                 continue  # it was frozen when a state was loaded
@@ -546,8 +548,8 @@ class LocalDeMo(ReplicatedOptimizer):
             global_weight, own = self._weights.saved(local, with_local)
             shared = {**error.shared, "global": global_weight}
             shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
-            found[local] = SavedParameter(shared, {**error.own, **own}, found[local]).entry()
-        return found
+            found[local] = SavedParameter(shared, {**error.own, **own}, inner.get(local, {}))
+        return defaultdict(dict, {parameter: saved.entry() for parameter, saved in found.items()})
 
     @state.setter
     def state(self, state: object) -> None:
@@ -622,9 +624,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
-        self._rounds.restore(kept)
-        if kept.get("message") is not None and not self.replicator.options.background:
-            self.local_steps = 0  # they are in that message, which is undecided, and whose content is in the error
+        if self._rounds.restore(kept) and not self.replicator.options.background:
+            # The undecided message has them: an error ended `_round` before they became 0. With delay they came after.
+            self.local_steps = 0
 
     # Copies
 

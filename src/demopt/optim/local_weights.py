@@ -145,7 +145,7 @@ class LocalWeights:
         self.keep()
 
     def land(self) -> None:
-        """With delay, after the last round in flight: local <- global - the pseudo-gradient that was not sent."""
+        """local <- global - D, which was not sent: after `hold`, and with delay after the last round in flight."""
         if self.start_of:
             self._go_by_own_steps(self._local_ones(), True)
             self.start_of = {}
@@ -185,13 +185,11 @@ class LocalWeights:
 
     def saved(self, local: Tensor, with_local: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns a parameter's global weight, and what this rank has of its own, `with_local` its local one."""
-        self.notice_loaded()
         own = {"local": self.aside.get(local, local).detach()} if with_local else {}
         return self.global_of[local].detach(), own | ({"start": self.start_of[local]} if local in self.start_of else {})
 
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
-        self.notice_loaded()
         self.start_of, self.untouched = {}, False
         for local, global_weight in self.global_of.items():
             if local not in saved:

@@ -77,7 +77,7 @@ def join_results(wiring: Wiring, results: Sequence[Result]) -> Result:
         empty = torch.empty(0, wiring.route.widths[0], dtype=torch.uint8, device="cpu")
         return Result(empty, empty._version, [], skipped=True)
     messages = torch.cat([each.messages for each in results])
-    headers = [each.headers[0]._replace(rank=row, world_size=len(results)) for row, each in enumerate(results)]
+    headers = [each.headers[0] for each in results]
     decoded = [Coefficients.cat(parts, dim=0) for parts in zip(*(each.decoded for each in results), strict=True)]
     return Result(messages, messages._version, headers, decoded, skipped=False)
 
@@ -109,7 +109,10 @@ class Rounds:
         return replicator.in_flight or replicator.session.has_agreed(replicator.wiring())
 
     def join(self) -> Moments | None:
-        """Makes this rank one of the others; it may move the parameters. Returns moments if it took a run's weights."""
+        """Makes this rank one of the others; it may move the parameters.
+
+        Returns moments if it has joined a run that others began; they are empty if it has its own, or none are there.
+        """
         self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
         return None
 
@@ -122,8 +125,10 @@ class Rounds:
         if not isinstance(saved, dict):
             raise ValueError("the state's entry 'folder' is damaged")
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Takes what `saved` returned, in another process, for the next `join`."""
+    def restore(self, saved: dict[str, Any]) -> bool:
+        """Takes what `saved` returned, in another process; whether a message in it is undecided."""
+        del saved
+        return False
 
     def observe(self) -> int:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""

@@ -73,7 +73,9 @@ class Disk(Store):
             try:
                 with self._at(f"{folder}/.") as (place, here), os.scandir(place if here is None else here) as entries:
                     files = [each for each in entries if each.is_file(follow_symlinks=False)]
-                    return {each.name.removesuffix("~") for each in files if each.stat(follow_symlinks=False).st_size}
+                    full = {each.name: each.stat(follow_symlinks=False).st_size > 0 for each in files}
+                # A second name counts beside an empty first one only: anything else of that name, `get` does not read.
+                return {each for each in full if not each.endswith("~") and (full[each] or full.get(_second(each)))}
             except (FileNotFoundError, NotADirectoryError):
                 return set()
 

@@ -34,6 +34,7 @@ from demopt.runs.inbox import (
     ForkedError,
     Inbox,
     bytes_of,
+    renamed,
     row_of,
     tensor_of,
 )
@@ -127,12 +128,11 @@ class FolderExchange(VaryingExchange):
         self.worker = f"{host}-{os.urandom(4).hex()}"
         self.joined = False  # it has the run's weights
         self.decided: Manifest | None = None  # of the round before these weights
-        self.since = time.monotonic()  # when it knew that
+        self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
         self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
         # Its own:
-        self.sent: Envelope | None = None  # the last one that was made, for a fork
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
@@ -184,7 +184,7 @@ class FolderExchange(VaryingExchange):
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.since)
+        return Attached(envelope, self.decided, self.round_began)
 
     # The run's data
 
@@ -283,7 +283,7 @@ class FolderExchange(VaryingExchange):
         A round that ends before they see it is missed; so after two, a worker says hello some rounds ahead, twice as
         many each time. The others then wait there. `seconds`: it needs so many more than for a round.
         """
-        self.since = time.monotonic()
+        self.round_began = time.monotonic()
         if ahead is None:
             ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
         seconds = min(seconds + self.seconds_needed, LONGEST)
@@ -306,13 +306,12 @@ class FolderExchange(VaryingExchange):
         """
         began, number, decided = time.monotonic(), header.round_number, attached.decided
         mine, inbox = replace(attached.envelope, body=bytes_of(message)), Inbox(self, wiring, header, attached)
-        self.sent = mine
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
         # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
         # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
-        in_time = began - attached.since < min(_JUST, SLACK * mine.seconds + self.late)
+        in_time = began - attached.round_began < min(_JUST, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
         calls: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
         calls += [self._hears_stop] if reads_wish else []
@@ -330,7 +329,8 @@ class FolderExchange(VaryingExchange):
         at = time.monotonic()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
-        row = row_of(mine, manifest)
+        if (row := row_of(mine, manifest)) is not None:
+            mine = replace(mine, worker=manifest.senders[row].worker)
         try:
             result = self.results_of(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
@@ -342,7 +342,7 @@ class FolderExchange(VaryingExchange):
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         overlooked = row is None and at - put_at > _SEEN and mine.worker not in manifest.refused
         return FolderOutcome(
-            row, result, error, manifest=manifest, envelope=mine, needed=put_at - attached.since,
+            row, result, error, manifest=manifest, envelope=mine, needed=put_at - attached.round_began,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
         )  # fmt: skip
 
@@ -422,12 +422,12 @@ class FolderExchange(VaryingExchange):
             )
         if outcome.error is None:
             self.decided = manifest
-        self.since = outcome.at
+        self.round_began = outcome.at
         self._obey(manifest)
 
     def follow(self, manifest: Manifest) -> None:
         """Notes that a round was applied for which this worker sent nothing."""
-        self.decided, self.since = manifest, time.monotonic()
+        self.decided, self.round_began = manifest, time.monotonic()
         self._obey(manifest)
 
     def _obey(self, manifest: Manifest) -> None:
@@ -463,9 +463,9 @@ class FolderExchange(VaryingExchange):
                 with suppress(MessageError):
                     mine = log.read_message(name, there, mine.run, mine.round, mine.worker)
                     break
-            other = f"{mine.worker[:50]}-{log.digest(packed)[:8]}"  # the same after an error
-            self.say(f"there is another worker named {mine.worker}; this one is {other} from now on")
-            mine = replace(mine, worker=other)
+            other = renamed(mine)
+            self.say(f"there is another worker named {mine.worker}; this one is {other.worker} from now on")
+            mine = other
         self.sent_bytes += len(packed)
         self.calls += 1
         return mine

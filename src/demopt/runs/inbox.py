@@ -21,6 +21,7 @@ from demopt.runs.log import Envelope, Manifest, Seen
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
+    from demopt.replicator.replicator import Round
     from demopt.runs.exchange import FolderExchange
 
 SLACK = 1.5  # times the seconds that a worker says it needs
@@ -42,7 +43,7 @@ class Attached:
 
     envelope: Envelope
     decided: Manifest | None  # of the round before
-    since: float  # the time (monotonic) when this worker knew it
+    round_began: float  # the time (monotonic) from which this worker's seconds for the round count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class FolderOutcome(Outcome):
 
 
 class Inbox:
-    """An open round as this worker sees it: what is there, and what it has read of that. `decided`: the round before.
+    """An open round as this worker sees it: what is there, and what it has read of that.
 
     Valid messages are decoded; refused ones have reasons.
     """
@@ -67,6 +68,7 @@ class Inbox:
     def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.seen = Seen(set(), set(), False)  # at the last look
+        self._unreadable = set[str]()  # workers whose messages were listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
@@ -81,16 +83,17 @@ class Inbox:
         """Returns whose messages and hellos are there and were not read."""
         seen = self.seen
         hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.envelope.worker}
-        messages = seen.messages - {*self.valid, *self.refused}
+        messages = seen.messages - {*self.valid, *self.refused, *self._unreadable}
         return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
         expected = log.expected(self._attached.decided, {*self.hellos, *self.unread()[1]})
-        return tuple(sorted(expected - {*self.valid, *self.refused, *self.seen.messages}))
+        return tuple(sorted(expected - {*self.valid, *self.refused, *(self.seen.messages - self._unreadable)}))
 
     def read_new(self, *also: Callable[[], Any]) -> list[Any]:
         """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
+        self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
         new, greeting = self.unread()
         hello = partial(log.read_hello, self._run.store, self._header.round_number, self._run.record.identity)
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
@@ -133,9 +136,10 @@ class Inbox:
     def needs_until(self, worker: str, slack: float = SLACK) -> float:
         """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
         decided = self._attached.decided
-        seconds, since = self.hellos.get(worker, (0.0, self._attached.since))
+        began = self._attached.round_began
+        seconds, since = self.hellos.get(worker, (0.0, began))
         claimed = decided.seconds.get(worker, 0.0) if decided else 0.0
-        return max(since + min(slack * seconds, LONGEST), self._attached.since + min(slack * claimed, LONGEST))
+        return max(since + min(slack * seconds, LONGEST), began + min(slack * claimed, LONGEST))
 
     def draft(self, author: Envelope) -> Manifest:
         """Returns a manifest of all that was read."""
@@ -143,22 +147,39 @@ class Inbox:
         return log.draft(author, self._attached.decided, self.valid, self.refused, hellos)
 
     def _read(self, worker: str) -> None:
-        """Reads a message, unless it was deleted since it was listed."""
+        """Reads a message, if what was listed is there."""
         run, number = self._run, self._header.round_number
         name = log.message_name(number, worker)
         try:
-            if (data := run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)) is not None:
+            if (data := run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)) is None:
+                self._unreadable.add(worker)
+            else:
                 run.received_bytes += len(data)
                 self.add(log.read_message(name, data, run.record.identity, number, worker), log.digest(data))
         except MessageError as error:
             self.refused[worker] = str(error)
 
 
+def renamed(sent: Envelope) -> Envelope:
+    """Returns a message under its worker's second name, for a worker whose first one is another's, too."""
+    same_after_an_error = log.digest(replace(sent, stop=False).packed())[:8]
+    return replace(sent, worker=f"{sent.worker[:50]}-{same_after_an_error}")
+
+
 def row_of(sent: Envelope, manifest: Manifest) -> int | None:
     """Returns the row of a worker's own message in a manifest; None if it is left out."""
-    # By its bytes, because another may have its name. An earlier attempt may have put it with another flag `stop`.
-    possible = {log.digest(replace(sent, stop=stop).packed()) for stop in (False, True)}
+    # By its bytes, because another may have its name. An earlier attempt may have put it under the second name, or
+    # with another flag `stop`.
+    forms = [replace(form, stop=stop) for form in (sent, renamed(sent)) for stop in (False, True)]
+    possible = {log.digest(form.packed()) for form in forms}
     return next((row for row, sender in enumerate(manifest.senders) if sender.digest in possible), None)
+
+
+def envelope_of(current: Round) -> Envelope:
+    """Returns a round's own message as it is sent."""
+    assert current.message is not None
+    envelope: Envelope = current.attached.envelope
+    return replace(envelope, body=bytes_of(current.message))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -94,7 +94,7 @@ class Sender:
 
     worker: str
     digest: str  # of the whole object
-    samples: int
+    samples: int  # for people: the message's header weighs it
     note: Any = None
 
 
@@ -175,8 +175,7 @@ def draft(
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
-    # Of the members before a stop ends all. `_manifest` reads others' manifests so.
-    applied = heard if 2 * len(heard) >= len(members) else []
+    applied = heard if _moves(heard, members) else []  # of the members before a stop ends all
     senders = [
         Sender(worker, named, sent.samples, sent.note)
         for worker, (sent, named) in ((worker, messages[worker]) for worker in sorted(applied))
@@ -199,6 +198,14 @@ def draft(
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         reading=_reading(author, decided, {} if stop else members, {worker: messages[worker][0] for worker in applied}),
     )
+
+
+def _moves(senders: Sized, members: Sized) -> bool:
+    """Whether a round moves the weights: at least half of its members have sent.
+
+    A member that decides before the others have sent would move them alone, and no median bounds one message.
+    """
+    return 2 * len(senders) >= len(members)
 
 
 def _reading(
@@ -466,8 +473,7 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
     if len({sender.worker for sender in senders}) < len(senders):
         raise MessageError(f"{name} is damaged: it lists a worker twice")
-    # A member that decides before the others have sent would move the weights alone: no median bounds one message.
-    return manifest if 2 * len(senders) >= len(manifest.members) else replace(manifest, senders=[])
+    return manifest if _moves(senders, manifest.members) else replace(manifest, senders=[])
 
 
 def json_of(name: str, data: bytes) -> dict[str, Any]:

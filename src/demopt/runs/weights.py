@@ -12,9 +12,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +25,32 @@ from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
 from demopt.runs import log
-from demopt.runs.inbox import Attached, CoveredError, FolderOutcome, ForkedError, bytes_of, row_of, tensor_of
+from demopt.runs.inbox import (
+    Attached,
+    CoveredError,
+    FolderOutcome,
+    ForkedError,
+    bytes_of,
+    envelope_of,
+    row_of,
+    tensor_of,
+)
 from demopt.runs.log import Manifest
 
 if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
 
+
+class Sent(NamedTuple):
+    """An own message of an earlier round."""
+
+    round: int
+    digest: str  # of the round's manifest
+    worker: str  # its name then
+    listed: bool  # by that manifest
+
+
+_SENT = (int, str, str, bool)
 _REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -38,6 +58,52 @@ _REMEDY = (  # for a manifest that is gone or damaged
     "decided again"
 )
 _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
+
+
+@dataclass(frozen=True)
+class SavedWorker:
+    """A worker of a run, as the entry "folder" of an optimizer's state has it.
+
+    A worker that dies between its put and the round's manifest does not know whether its message counts; the manifest
+    does. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
+    the message cannot tell what of it was sent: if the message counts, what the state had not sent is dropped.
+    """
+
+    run: str
+    worker: str
+    before: str  # digest of the manifest before the weights
+    sent: list[Sent]
+    message: log.Envelope | None  # whose round may be undecided
+    forgotten: list[log.Envelope]
+
+    @staticmethod
+    def of(entry: Any) -> SavedWorker | None:
+        """Reads the entry; None of an empty one, where no run was joined. ValueError if it is damaged."""
+        if entry == {}:
+            return None
+
+        def unpacked(tensor: Tensor) -> log.Envelope:
+            return log.read_message("the saved message", bytes_of(tensor), run)
+
+        try:
+            run, worker, before, sent = (entry[name] for name in ("run", "worker", "before", "sent"))
+            if not (log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and isinstance(before, str)):
+                raise TypeError
+            known = [Sent(*each) for each in json.loads(sent)]
+            if not all(isinstance(value, type_) for each in known for value, type_ in zip(each, _SENT, strict=True)):
+                raise TypeError
+            message = None if entry["message"] is None else unpacked(entry["message"])
+            forgotten = [unpacked(entry[name]) for name in entry if name.startswith("forgotten ")]
+            return SavedWorker(run, worker, before, known, message, forgotten)
+        except (TypeError, ValueError, LookupError, AttributeError, MessageError):
+            raise ValueError("the state's entry 'folder' is damaged") from None
+
+    def entry(self) -> dict[str, Any]:
+        """Writes the entry."""
+        message = None if self.message is None else tensor_of(self.message.packed())
+        found = {"run": self.run, "worker": self.worker, "before": self.before, "message": message}
+        found |= {f"forgotten {number}": tensor_of(each.packed()) for number, each in enumerate(self.forgotten)}
+        return {**found, "sent": json.dumps(self.sent)}
 
 
 class FolderRounds(Rounds):
@@ -66,10 +132,9 @@ class FolderRounds(Rounds):
         self.run = run
         self.moments = moments
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
-        self._restored: dict[str, Any] = {}  # what a saved state has of the run, until this worker joins
+        self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
-        # Own messages: the round, the digest of its manifest, the worker's name, and whether the manifest lists it.
-        self._sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
+        self._sent = deque[Sent](maxlen=_REMEMBERED)
         self._forgotten = list[log.Envelope]()  # own messages of rounds that a fork ended: a manifest may list them yet
 
     # Joining
@@ -106,69 +171,49 @@ class FolderRounds(Rounds):
             run.stopping = False  # in the rounds before
         run.hello(self._number)
         run.joined = True
-        return None if started else self._lent_moments()
-
-    # A worker that dies between its put and the round's manifest does not know whether its message counts; the manifest
-    # does. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
-    # the message cannot tell what of it was sent: if the message counts, what the state had not sent is dropped.
+        return None if started else self._lent_moments() if not self.moments() else {}
 
     def saved(self) -> dict[str, Any]:
-        """Returns the run, this worker's name, the manifest before the weights, and a message that may be undecided."""
         run, current = self.run, self._open or self.replicator.round
+        if self._restored is not None:  # it was loaded, and this worker has not joined yet
+            return self._restored.entry()
         if run._record is None:
-            return self._restored
+            return {}
         self.replicator.let_extract()
-        message = None
-        if current is not None and current.data and current.message is not None:
-            message = tensor_of(replace(current.attached.envelope, body=bytes_of(current.message)).packed())
-        found = {"worker": run.worker, "before": log.digest_of(run.decided), "message": message}
-        found |= {f"forgotten {number}": tensor_of(each.packed()) for number, each in enumerate(self._forgotten)}
-        return {"run": run.record.identity, "sent": json.dumps([*self._sent]), **found}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Takes what `saved` returned. The worker joins the run again."""
-        self._sent, self._forgotten = self._read_saved(saved)
-        self._open, self._restored, self.run.joined = None, dict(saved), False
+        message = envelope_of(current) if current is not None and current.data and current.message is not None else None
+        before = log.digest_of(run.decided)
+        found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
+        return found.entry()
 
     def check_saved(self, saved: Any) -> None:
-        super().check_saved(saved)
-        self._read_saved(saved)
+        SavedWorker.of(saved)
 
-    def _read_saved(self, saved: dict[str, Any]) -> tuple[deque[tuple[int, str, str, bool]], list[log.Envelope]]:
-        """Returns a state's own messages, and the forgotten ones; ValueError if it is damaged."""
-        message, texts = saved.get("message"), [saved.get(name, "") for name in ("run", "worker", "before", "sent")]
-        try:
-            named = all(isinstance(each, str) for each in texts) and log.NAME.fullmatch(texts[1] or "none")
-            if not named or not isinstance(message, Tensor | None):
-                raise TypeError
-            sent = [
-                (number, digest, name, is_in) for number, digest, name, is_in in json.loads(saved.get("sent", "[]"))
-            ]
-            forgotten = [bytes_of(saved[name]) for name in saved if name.startswith("forgotten ")]
-            found = [log.read_message("the saved message", each, texts[0]) for each in forgotten]
-        except (TypeError, ValueError, LookupError, AttributeError, MessageError):
-            raise ValueError("the state's entry 'folder' is damaged") from None
-        return deque(sent, _REMEMBERED), found
+    def restore(self, saved: dict[str, Any]) -> bool:
+        """Takes what `saved` returned. The worker joins the run again."""
+        found = self._restored = SavedWorker.of(saved)
+        self._sent = deque(found.sent if found else (), _REMEMBERED)
+        self._forgotten = [*found.forgotten] if found else []
+        self._open, self.run.joined = None, False
+        return found is not None and found.message is not None
 
     def _enter(self) -> None:
         """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
         run, restored = self.run, self._restored
-        identity, before = run.record.identity, log.digest_of(run.decided)
-        if restored.get("run", identity) != identity:
+        if restored is not None and restored.run != run.record.identity:
             raise SettingsError(f"the state is of another run than {run.store.address} holds")
-        if restored:
-            run.worker, self._saved_at = restored["worker"], self._number
-        self.keeps_steps = bool(self._number or restored)
+        self.keeps_steps = restored is not None or self._number > 0
         if not self.keeps_steps:
             self._load_newest(least=0)
-        elif restored and restored["before"] != before:
-            if restored.get("message") is not None:
-                self._forgotten.append(log.read_message("the saved message", bytes_of(restored["message"]), identity))
-            other = f"round {self._number} is another one in {run.store.address} than in the state"
-            self._leave_fork(ForkedError(other), restored["before"])
-        elif restored.get("message") is not None:
-            self._open = self._round_of(bytes_of(restored["message"]), in_momentum=True)
-        self._restored = {}
+        if restored is not None:
+            run.worker, self._saved_at = restored.worker, self._number
+            if restored.before != log.digest_of(run.decided):
+                if restored.message is not None and restored.message not in self._forgotten:
+                    self._forgotten.append(restored.message)
+                other = f"round {self._number} is another one in {run.store.address} than in the state"
+                self._leave_fork(ForkedError(other), restored.before)
+            elif restored.message is not None:
+                self._open = self._round_of(restored.message, in_momentum=True)
+        self._restored = None
         if self.is_open:
             self.exchange_and_apply()
 
@@ -178,7 +223,8 @@ class FolderRounds(Rounds):
         try:
             if (data := self.run.store.get(log.message_name(number, self.run.worker), most)) is None:
                 return False
-            self._open = self._round_of(data, in_momentum=False)
+            message = log.read_message("the saved message", data, self.run.record.identity, number, self.run.worker)
+            self._open = self._round_of(message, in_momentum=False)
         except MessageError:  # it counts for nobody
             return False
         self.exchange_and_apply()
@@ -186,11 +232,9 @@ class FolderRounds(Rounds):
             self._drop_unsent(self.run.last.manifest)
         return True
 
-    def _round_of(self, data: bytes, in_momentum: bool) -> Round:
+    def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
-        run = self.run
-        message = log.read_message("the saved message", data, run.record.identity, self._number, run.worker)
-        attached = Attached(replace(message, body=b""), run.decided, time.monotonic())
+        attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
         return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
 
     def _meet_own(self, manifest: Manifest) -> None:
@@ -202,7 +246,7 @@ class FolderRounds(Rounds):
             self._forgotten.remove(sent)
             if row_of(sent, manifest) is not None:
                 self.replicator.recount(tensor_of(sent.body), applied=True)
-                self._sent.append((manifest.round, manifest.digest, sent.worker, True))
+                self._sent.append(Sent(manifest.round, manifest.digest, sent.worker, True))
                 return
         for place, (number, digest, *_) in enumerate(self._sent):
             if number == manifest.round and digest != manifest.digest and not self._recount(place, manifest):
@@ -265,19 +309,20 @@ class FolderRounds(Rounds):
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. Who leaves writes
         one, too, as the first of the senders or where it is left out.
         """
-        replicator = self.replicator
+        replicator, drift = self.replicator, None
         if self._open is not None:
             replicator.round, self._open = self._open, None
         current = replicator.round
         try:
             replicator.apply(replicator.exchange())
-        except CoveredError:  # `catch_up` meets this manifest again, and takes a checkpoint; weights and number wait
+        except (CoveredError, DriftError) as error:
+            # The manifest is known: what it has of this worker's message leaves the error. Weights and number wait, for
+            # `catch_up`, which meets the manifest again and takes a checkpoint, or for good where weights have drifted.
             replicator.mark_applied()
-        except DriftError:  # of a manifest, so it is known whether this worker's message takes part
-            replicator.mark_applied()
-            raise
+            drift = error if isinstance(error, DriftError) else None
         except ForkedError as error:
-            self._forgotten += [self.run.sent] if self.run.sent else []
+            assert current is not None
+            self._forgotten.append(envelope_of(current))
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True
@@ -290,8 +335,10 @@ class FolderRounds(Rounds):
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
         manifest, listed = outcome.manifest, outcome.row is not None
+        self._sent.append(Sent(manifest.round, manifest.digest, outcome.envelope.worker, listed))
+        if drift is not None:
+            raise drift
         self.run.end_round(outcome)
-        self._sent.append((manifest.round, manifest.digest, outcome.envelope.worker, listed))
         self.is_behind = not listed or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
@@ -403,7 +450,7 @@ class FolderRounds(Rounds):
                 break
             known, sure = sure and truth == now.digest, truth == now.digest
             if not known:
-                self._sent[place] = number, truth, worker, worker in [sender.worker for sender in now.senders]
+                self._sent[place] = Sent(number, truth, worker, worker in [each.worker for each in now.senders])
             if not known or not self._recount(place, now):
                 unknown.insert(0, number)
         self._say_lost(unknown)
@@ -412,7 +459,7 @@ class FolderRounds(Rounds):
         """Makes the error hold an own message, or not, as a manifest of its round has it. False if it is gone."""
         run, (number, _, worker, was_listed) = self.run, self._sent[place]
         names, last = [sender.worker for sender in manifest.senders], run.last
-        self._sent[place] = number, manifest.digest, worker, worker in names
+        self._sent[place] = Sent(number, manifest.digest, worker, worker in names)
         sent = last.envelope if last and (last.envelope.round, last.envelope.worker) == (number, worker) else None
         if last and sent:
             run.last = replace(last, row=names.index(worker) if worker in names else None)
@@ -571,8 +618,9 @@ def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
 
 def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
     """Returns a line of JSON, then the bytes of tensors."""
-    line = json.dumps({**head, "tensors": _shapes(tensors)}).encode()
-    return line + b"\n" + b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
+    body = b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
+    line = json.dumps({**head, "tensors": _shapes(tensors), "digest": log.digest(body)}).encode()
+    return line + b"\n" + body
 
 
 def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
@@ -580,7 +628,8 @@ def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     line, _, body = data.partition(b"\n")
     found, at, head = [], 0, log.json_of(name, line)
     shapes = log.shapes_of(name, head.get("tensors"))
-    if sum(math.prod(shape) * log.DTYPES[dtype] for shape, dtype in shapes) != len(body):
+    size = sum(math.prod(shape) * log.DTYPES[dtype] for shape, dtype in shapes)
+    if size != len(body) or head.get("digest", known := log.digest(body)) != known:  # early 0.3.0 wrote none
         raise MessageError(f"{name} is damaged, or of another run or model")
     for shape, dtype in shapes:
         size = math.prod(shape) * log.DTYPES[dtype]

@@ -42,7 +42,7 @@ class Saved:
 
 
 def whole(folder: Path) -> list[Path]:
-    """Returns the whole checkpoints in a folder of checkpoints, oldest first."""
+    """Returns the checkpoints that have `.metadata`, which DCP writes last: the whole ones, oldest first."""
     return sorted(found.parent for found in folder.glob(WHOLE))
 
 
@@ -56,7 +56,7 @@ def read(path: Path) -> Saved:
     try:
         found = Saved(**json.loads((path / RUN).read_text(encoding="utf-8")))
         return Saved(int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _unreadable(path, error) from None
 
 

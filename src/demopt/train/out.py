@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ class OutFolder:
                     if place.exists() and place.is_dir() != (place in folders):
                         is_a, has_a = ("file", "folder") if place in folders else ("folder", "file")
                         raise InputError(f"{place} is a {is_a}, where a run has a {has_a}; give another --out")
-                write_whole(self.config, json.dumps(config.record(), indent=2) + "\n")
+                text = json.dumps(config.record(), indent=2) + "\n"
+                write_whole(self.config, lambda aside: aside.write_text(text, encoding="utf-8"))
             except OSError as error:
                 raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
             yield
@@ -113,7 +114,8 @@ class OutFolder:
     def rewind_metrics(self, step: int) -> None:
         """Drops the lines after `step`; a resumed run repeats those steps."""
         rows = [row for row in self.read_metrics() if row["step"] <= step]
-        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_whole(self.metrics, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def _lock(descriptor: int) -> None:
@@ -129,10 +131,10 @@ def _lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that at any moment it is the old one or the new one, as a whole."""
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file so that at any moment it is the old one or the new one, as a whole; `write` gets another path."""
     aside = path.with_suffix(".partial")
-    aside.write_text(text, encoding="utf-8")
+    write(aside)
     sync(aside)
     aside.replace(path)
 

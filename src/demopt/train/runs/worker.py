@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 import shlex
 import signal
 import sys
@@ -148,7 +147,7 @@ class Worker:
         self.optimizer: LocalDeMo = self.method.optimizer
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
-        self.stream, self.drawn = int(run.worker.rpartition("-")[2], 16), 0
+        self.drawn = 0  # windows of this worker's stream
         self.number = 0  # the step that was drawn last
         self.tokens = 0  # of all workers, in the rounds that this one has seen
         self._step_sequences = 0  # of that step
@@ -186,7 +185,7 @@ class Worker:
         self._want()
         self.optimizer.join()
         with out.writing():
-            write_whole(out.identity, run.record.identity)
+            write_whole(out.identity, lambda aside: aside.write_text(run.record.identity, encoding="utf-8"))
         out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.number = self.steps_done
         with ExitStack() as held:
@@ -230,7 +229,8 @@ class Worker:
             if not run.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
-                drawn = [batch(train, config, part, self.stream, size=each) for part, each in parts]
+                stream = int(run.worker.rpartition("-")[2], 16)
+                drawn = [batch(train, config, part, stream, size=each) for part, each in parts]
                 self.drawn += len(drawn)
                 return drawn
             self._want()
@@ -320,11 +320,10 @@ class Worker:
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
+        # not `state_dict`, which warns of local steps: here they are meant
         state = {"drawn": self.drawn, "optimizer": unmarked(self.optimizer.own_state_dict())}
         with self.out.writing():
-            aside = self.out.state.with_suffix(".partial")
-            torch.save(state, aside)
-            aside.replace(self.out.state)
+            write_whole(self.out.state, lambda aside: torch.save(state, aside))
 
     def _resume(self) -> bool:
         """Takes back the state that this worker left with, if there is one."""
@@ -333,11 +332,11 @@ class Worker:
             return False
         try:
             state = torch.load(place, map_location="cpu", weights_only=True)
-            self.drawn, optimizer = int(state["drawn"]), state["optimizer"]
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
+            self.drawn = int(state["drawn"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except Exception as error:  # of zip, pickle, torch or the optimizer: it may hold anything
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
             raise InputError(told) from None
-        self.optimizer.load_state_dict(optimizer)
         return True
 
 
