@@ -197,7 +197,7 @@ def test_bad_objects_are_refused_by_name_and_the_run_goes_on(case):
     other = Worker(store, 1, fingerprint_every=1)
     other.run.worker = "bad"
     other.round()  # round 1, alone
-    stores.put(store, log.message_name(1, "bad"), make(other.run.sent))
+    stores.put(store, log.message_name(1, "bad"), make(other.run.last.envelope))
     store.delete([f"{log.folder_of(1)}/manifest"])  # it begins again
     good.round()
     assert good.rounds == 2
