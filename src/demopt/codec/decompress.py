@@ -11,8 +11,7 @@ Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 import torch
 from torch import Tensor
 
-from demopt.codec.blocks import Block
-from demopt.codec.chunk_group import ChunkGroup
+from demopt.codec.chunk_group import Block, ChunkGroup
 from demopt.codec.compress import Workspace
 from demopt.core import exact, transform
 from demopt.core.rounding import decay_and_add, to_bfloat16

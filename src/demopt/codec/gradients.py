@@ -18,12 +18,6 @@ def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
     """Returns the factor that undoes torch.amp.GradScaler's: NaN if it found an infinite gradient, None without one.
 
     Reads the attributes that GradScaler sets, which waits for the device.
-
-    Examples:
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)])
-        >>> optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
-        >>> unscaling_of(optimizer)
-        0.25
     """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found is None:
