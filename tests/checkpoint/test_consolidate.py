@@ -40,18 +40,18 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str) -> Non
 
 
 def _forgets(exchange: Any) -> list[bool]:
-    """Whether the state is consolidated: after the call, after a step, after the others' load, after a group more."""
-    optimizer = carriers.build("DeMo", process_group=exchange)
-    carriers.consolidate(optimizer)
-    found = [bool(separated(optimizer.state_dict()))]
-    carriers.advance(optimizer, range(1), exchange.rank)
-    found.append(bool(separated(optimizer.state_dict())))
-    carriers.consolidate(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    found.append(bool(separated(optimizer.state_dict())))
-    carriers.consolidate(optimizer)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]})
-    return [*found, bool(separated(optimizer.state_dict()))]
+    """Whether the state is consolidated after the call, and after a step, the others' load or a new group besides."""
+    optimizer, found = carriers.build("DeMo", process_group=exchange), []
+    for change in (
+        lambda: None,
+        lambda: carriers.advance(optimizer, range(1), exchange.rank),
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]}),
+    ):
+        carriers.consolidate(optimizer)
+        change()
+        found.append(bool(separated(optimizer.state_dict())))
+    return found
 
 
 def test_consolidated_state_is_of_rank_0_until_the_next_change() -> None:

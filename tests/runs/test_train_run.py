@@ -98,6 +98,16 @@ class Machines:
         self.data = ("--data", str(text))
         self.environment: dict[str, str] = {}
         self.key: bytes | None = None
+        self.key_flags: tuple[str, ...] = ()
+
+    def use_bucket(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The run is in a bucket, and has a key."""
+        self.environment = servers.environment(kind, monkeypatch)
+        self.run = f"{servers.BUCKETS[kind][1]}/{self.place.name}-{time.time_ns()}"
+        self.key, file = bytes([0x5A] * 32), self.place / "key"
+        file.write_text(self.key.hex())
+        file.chmod(0o600)
+        self.key_flags = ("--key-file", str(file))
 
     def start(self, *words: object, out: str, end: str = "", at: int | None = None) -> Any:
         """Starts a command; `at`: and waits until its worker has asked to be waited for in this round."""
@@ -111,10 +121,17 @@ class Machines:
         return self.started[-1]
 
     def train(self, out: str, *more: object, steps: int = 60, **how: Any) -> Any:
-        return self.start("train", "--run", self.run, *SMALL, "--steps", steps, *self.data, *more, out=out, **how)
+        words = ("--run", self.run, *self.key_flags, *SMALL, "--steps", steps, *self.data, *more)
+        return self.start("train", *words, out=out, **how)
 
     def join(self, out: str, *more: object, **how: Any) -> Any:
-        return self.start("join", self.run, "--threads", 1, "--late", 1, *more, out=out, **how)
+        return self.start("join", self.run, *self.key_flags, "--threads", 1, "--late", 1, *more, out=out, **how)
+
+    def told(self, command: str, *more: str) -> str:
+        """What a command prints about the run."""
+        done = forked.demopt(command, self.run, *self.key_flags, *more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def said(self, out: str) -> str:
         return (self.place / f"{out}.log").read_text()
@@ -172,7 +189,10 @@ def machines(tmp_path):
         process.join()
 
 
-def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
+@pytest.mark.parametrize("kind", ["folder", *servers.BUCKETS])
+def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machines, monkeypatch):
+    if kind != "folder":
+        machines.use_bucket(kind, monkeypatch)
     first = machines.train("first")
     assert len(machines.reach(1).senders) == 1
     second = machines.join("second", at=2)
@@ -180,7 +200,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     assert len(machines.manifest(3).senders) == 2
     machines.kill(second)
     third = machines.join("third", at=5)
-    told = forked.demopt("status", machines.run).stdout
+    told = machines.told("status")
     assert re.search(r"next message\s", told), told
     assert "awaited: it has joined" in told
     assert "others: demopt join" in machines.said("first")
@@ -195,15 +215,19 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     digest = machines.ended(third, "third")
     assert machines.ended(again, "first") == digest
     assert "with the state that it left" in machines.said("first")
-    status = json.loads(forked.demopt("status", machines.run, "--json").stdout)
+    status = json.loads(machines.told("status", "--json"))
     assert (status["round"], status["step"], status["state"]) == (12, 60, "done")
     assert all(list(worker) == ["samples"] for worker in status["workers"].values())
-    replay = forked.demopt("replay", machines.run)
-    assert replay.stdout == f"weights after 12 rounds: sha256 {digest}\n"
+    assert machines.told("replay") == f"weights after 12 rounds: sha256 {digest}\n"
     models = [machines.place / out / "model" / "model.safetensors" for out in ("first", "third")]
     assert models[0].read_bytes() == models[1].read_bytes()
     last = machines.rows("third")[-1]
     assert (last["step"], last["round"]) == (60, 12)  # as status counts
+    assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
+    for name, value in machines.environment.items():
+        assert not name.endswith("_KEY") or value not in machines.said("first")
+    if machines.key:
+        assert "run is damaged" in forked.demopt("status", machines.run).stderr
 
 
 @pytest.mark.parametrize(
@@ -226,7 +250,7 @@ def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_s
     machines.allow(99)
     digest = machines.ended(first, "first")
     assert machines.ended(again, "second") == digest
-    assert forked.demopt("replay", machines.run).stdout == f"weights after 7 rounds: sha256 {digest}\n"
+    assert machines.told("replay") == f"weights after 7 rounds: sha256 {digest}\n"
     rounds = [machines.manifest(number).senders for number in range(7)]
     assert [len(each) for each in rounds] == [1, 2, 2, 1, 1, 2, 2]
     assert {sender.note["sequences"] for each in rounds for sender in each} == {10}, "a round's steps, in one message"
@@ -249,7 +273,7 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.allow(10)
     assert machines.code(first) == 143, machines.said("first")
     machines.manifest(10)
-    told = forked.demopt("status", machines.run).stdout
+    told = machines.told("status")
     assert re.search(r"epoch 0\.\d\d of 1  ", told), told
     forked.demopt("stop", machines.run)
     machines.allow(12)
@@ -263,9 +287,8 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     assert {*read} == {*range(number)}
     assert {each for each, times in read.items() if times > 1} <= lost(machines.store)
     assert machines.said("third").count("final validation loss") == 1
-    assert forked.demopt("status", machines.run).stdout.startswith("done: run ")
-    replay = forked.demopt("replay", machines.run)
-    assert replay.stdout.endswith(f"sha256 {digest}\n"), replay.stderr
+    assert machines.told("status").startswith("done: run ")
+    assert machines.told("replay").endswith(f"sha256 {digest}\n")
 
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
@@ -287,28 +310,28 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     first = machines.train("first", steps=20)
     machines.reach(0)
     second = machines.join("second", at=1)
-    assert "all workers will stop" in forked.demopt("stop", machines.run).stdout
+    assert "all workers will stop" in machines.told("stop")
     machines.allow(2)
     codes = machines.code(first), machines.code(second)
     assert codes == (130, 130), machines.said("first") + machines.said("second")
     assert "demopt stop ended the run" in machines.said("second")
     assert machines.manifest(1).stop
-    told = forked.demopt("status", machines.run).stdout
+    told = machines.told("status")
     assert told.startswith("stopped: run "), told
     assert re.search(r"last round .* ago", told)
     assert "awaited" not in told
-    told = forked.demopt("stop", machines.run).stdout
+    told = machines.told("stop")
     assert told == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
     (machines.allowed / GONE).touch()
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
-    assert forked.demopt("replay", machines.run).stdout == f"weights after 4 rounds: sha256 {digest}\n"
+    assert machines.told("replay") == f"weights after 4 rounds: sha256 {digest}\n"
     assert machines.ended(machines.join("first"), "first") == digest
     assert "final train loss" not in machines.said("first")  # its steps were not the last
-    told = forked.demopt("status", machines.run).stdout
+    told = machines.told("status")
     assert told.startswith("done: run "), told
     assert "awaited" not in told
-    assert "the run is done after step 20 of 20; demopt export" in forked.demopt("stop", machines.run).stdout
+    assert "the run is done after step 20 of 20; demopt export" in machines.told("stop")
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -319,30 +342,6 @@ def test_each_sequence_counts_in_one_message(machines, delay):
     senders = [machines.manifest(number).senders for number in range(4)]
     assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
     assert machines.rows("first")[-1]["tokens"] == 40 * 32
-
-
-@pytest.mark.parametrize("kind", servers.BUCKETS)
-def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch):
-    machines.environment = servers.environment(kind, monkeypatch)
-    machines.run = f"{servers.BUCKETS[kind][1]}/{machines.place.name}-{time.time_ns()}"
-    machines.key, key = bytes([0x5A] * 32), machines.place / "key"
-    key.write_text(machines.key.hex())
-    key.chmod(0o600)
-    first = machines.train("first", "--key-file", key, steps=40)
-    machines.reach(1)
-    second = machines.join("second", "--key-file", key, at=2)
-    machines.reach(4)
-    assert len(machines.manifest(3).senders) == 2
-    machines.kill(second)
-    machines.allow(99)
-    digest = machines.ended(first, "first")
-    assert machines.ended(machines.join("third", "--key-file", key), "third") == digest
-    replay = forked.demopt("replay", machines.run, "--key-file", str(key))
-    assert replay.stdout == f"weights after 8 rounds: sha256 {digest}\n", replay.stderr
-    assert "run is damaged" in forked.demopt("status", machines.run).stderr
-    assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
-    for secret in machines.environment.values():
-        assert "KEY" not in secret or secret not in machines.said("first")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +387,7 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     machines.allow(99)
     digest = machines.ended(second, "second")
     assert machines.ended(first, "first") == digest
-    assert forked.demopt("replay", machines.run).stdout == f"weights after 8 rounds: sha256 {digest}\n"
+    assert machines.told("replay") == f"weights after 8 rounds: sha256 {digest}\n"
     for out, words in (("late", ()), ("whole", ("--merge",))):
         done = forked.demopt("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
         assert done.returncode == 0, done.stderr
