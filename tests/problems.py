@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from demopt import DeMo, LocalDeMo
 from demopt.core.chunking import Chunking
-from demopt.errors import ExchangeError
+from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import Exchange, Meter, SingleRank
 
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
@@ -152,6 +152,22 @@ def fingerprints(
         optimizer.step()
         found.append(optimizer.fingerprint())
     return found
+
+
+def refusal(optimizer: DeMo | LocalDeMo, step: int = 0, rank: int = 0) -> Any:
+    """The error of one step that is not applied, after which (global) weights and rules are as before; or None.
+
+    A state can be saved then. Momenta may have changed: optim/test_state_machine.py has them.
+    """
+    set_gradients([parameter for parameter in all_parameters(optimizer) if parameter.requires_grad], step, rank)
+    before = optimizer.fingerprint(state=True)
+    try:
+        optimizer.step()
+    except (SettingsError, ExchangeError, MessageError) as error:
+        assert optimizer.fingerprint(state=True) == before
+        assert optimizer.state_dict()
+        return error
+    return None
 
 
 def train(

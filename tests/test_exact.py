@@ -177,11 +177,10 @@ def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
 
 
 SHAPES = [(64, 64), (128, 130), (90, 40), (200,), (7,), ()]
-SETTINGS = {"lr": 0.01, "momentum_decay": 0.9, "chunk": 32, "top_k": 16}
 
 
 def _optimizer(rank: int, world_size: int, **more: Any) -> DeMo:
-    return DeMo(problems.parameters(SHAPES), process_group=problems.OneOf(rank, world_size), **SETTINGS, **more)
+    return problems.demo(problems.OneOf(rank, world_size), SHAPES, chunk=32, top_k=16, **more)
 
 
 def _messages(world_size: int, steps: int, **more: Any) -> list[Tensor]:

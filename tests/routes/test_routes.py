@@ -75,21 +75,6 @@ MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of chun
 ON: dict[str, Callable[..., Any]] = {"gather": problems.demo, "owner": problems.two_way}
 
 
-def _step_that_fails(optimizer: DeMo | LocalDeMo, arm: Callable[[], None], rank: int) -> BaseException | None:
-    """The error of a step, after which parameters are as before: optim/test_state_machine.py has the momenta."""
-    problems.train(optimizer, range(2), rank)
-    before = optimizer.fingerprint(state=True)
-    problems.set_gradients(problems.all_parameters(optimizer), 2, rank)
-    arm()
-    try:
-        optimizer.step()
-    except (ExchangeError, MessageError) as error:
-        assert optimizer.fingerprint(state=True) == before
-        assert optimizer.state_dict()
-        return error
-    return None
-
-
 @pytest.mark.parametrize(("route", "second"), [("gather", False), ("owner", False), ("owner", True)])
 def test_failed_exchange_changes_nothing_but_the_momentum(route: str, second: bool) -> None:
     """On all ranks at once, at each of the route's collectives."""
@@ -97,11 +82,9 @@ def test_failed_exchange_changes_nothing_but_the_momentum(route: str, second: bo
     def broken(exchange: Exchange) -> problems.History:
         failing = problems.FailsWhenDue(exchange)
         optimizer = ON[route](failing, MANY)
-
-        def arm() -> None:
-            failing.due, failing.second = True, second
-
-        error = _step_that_fails(optimizer, arm, exchange.rank)
+        problems.train(optimizer, range(2), exchange.rank)
+        failing.due, failing.second = True, second
+        error = problems.refusal(optimizer, 2, exchange.rank)
         assert isinstance(error, ExchangeError)
         assert "step 2" in str(error)
         return problems.train(optimizer, range(2, 4), exchange.rank)
@@ -134,7 +117,9 @@ def _corrupted(exchange: Exchange, route: str, bad_rank: int, parts: bool) -> tu
     """What rank 0 receives in the third step is corrupted in the row of `bad_rank`; then all take rank 1's weights."""
     flipping = Flipping(exchange, bad_rank, parts)
     optimizer = ON[route](flipping, MANY)
-    error = _step_that_fails(optimizer, lambda: setattr(flipping, "armed", exchange.rank == 0), exchange.rank)
+    problems.train(optimizer, range(2), exchange.rank)
+    flipping.armed = exchange.rank == 0
+    error = problems.refusal(optimizer, 2, exchange.rank)
     flipping.armed = False
     optimizer.resync(1)
     return error, problems.fingerprints(optimizer, range(3, 5), exchange.rank)
