@@ -91,17 +91,19 @@ def _build(drawn: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, An
     return built
 
 
-def _train(
-    exchange: Exchange, drawn: list[dict[str, Any]], dtype: torch.dtype, steps: int, **options: str
-) -> list[Any]:
-    """Parameters and momenta after every step, and the history."""
-    optimizer = DeMo(_build(drawn, dtype), process_group=exchange, **options)
-    states, fingerprints = [], []
-    for step in range(steps):
-        history = problems.train(optimizer, [step], exchange.rank)
-        fingerprints += history.fingerprints
-        states.append((history.parameters, history.momenta))
-    return [states, problems.History(fingerprints, history.parameters, history.momenta)]
+def _trained(
+    drawn: list[dict[str, Any]], dtype: torch.dtype, world_size: int, steps: int, **options: str
+) -> list[tuple[problems.History, ...]]:
+    """By step, the histories of all ranks, which are replicas."""
+
+    def work(exchange: Exchange) -> list[problems.History]:
+        optimizer = DeMo(_build(drawn, dtype), process_group=exchange, **options)
+        return [problems.train(optimizer, [step], exchange.rank) for step in range(steps)]
+
+    by_step = list(zip(*ranks.threads(work, world_size), strict=True))
+    for of_ranks in by_step:
+        problems.assert_replicas(of_ranks)
+    return by_step
 
 
 STEPS = st.integers(1, 3)
@@ -113,8 +115,7 @@ ALL_VALUES = ["float64", "float32", "2-bit", "sign"]
 @settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     """Ties are left out."""
-    results = ranks.threads(lambda e: _train(e, drawn, torch.float64, steps), world_size)
-    problems.assert_replicas([history for _, history in results])
+    results = _trained(drawn, torch.float64, world_size, steps)
     truth = oracle.Oracle(_build(drawn, torch.float64), world_size)
     group_of = [group for group in truth.groups for _ in group["params"]]
     for step in range(steps):
@@ -122,10 +123,10 @@ def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size:
         assume(truth.gap > 1e-12)
         for number, expected in enumerate(truth.parameters):
             settled = ~truth.undecided[number]
-            got = results[0][0][step][0][number]
+            got = results[step][0].parameters[number]
             torch.testing.assert_close(got[settled], expected[settled], rtol=1e-10, atol=1e-11)
             for rank in range(world_size):
-                momentum = oracle.dense(results[rank][0][step][1][number], expected, group_of[number])
+                momentum = oracle.dense(results[step][rank].momenta[number], expected, group_of[number])
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
 
 
@@ -148,8 +149,7 @@ def test_demo_in_lower_precision_matches_oracle_within_rounding(
 
     Cases in which rounding may change the choice of coefficients are left out.
     """
-    results = ranks.threads(lambda e: _train(e, [drawn], dtype, steps, kernels=kernels), world_size)
-    problems.assert_replicas([history for _, history in results])
+    results = _trained([drawn], dtype, world_size, steps, kernels=kernels)
     truth = oracle.Oracle(_build([drawn], dtype), world_size)
     bounds = [0.0] * len(truth.parameters)
     eps = torch.finfo(dtype).eps
@@ -162,9 +162,9 @@ def test_demo_in_lower_precision_matches_oracle_within_rounding(
             U = truth.aggregates[number]
             bounds[number] += 3 * eps * (_largest(expected) + drawn["lr"] * _largest(U))
             bounds[number] += 2e-5 * drawn["lr"] * _largest(U) + 1e-7
-            got = results[0][0][step][0][number].double()
+            got = results[step][0].parameters[number].double()
             assert _largest(got - expected.double()) <= bounds[number]
             for rank in range(world_size):
-                momentum = oracle.dense(results[rank][0][step][1][number], expected, drawn)
+                momentum = oracle.dense(results[step][rank].momenta[number], expected, drawn)
                 want = truth.momenta[rank][number]
                 assert _largest(momentum - want) <= 2e-5 * max(_largest(g) for g in gradients[rank]) + 1e-7

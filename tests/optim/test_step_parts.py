@@ -1,5 +1,6 @@
 """extract, exchange, apply and rollback; detached rounds; the stats of a step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,31 +49,28 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone() -> None:
 # Detached rounds
 
 
-def _demo(exchange: Exchange) -> DeMo:
-    return problems.demo(exchange, [(20, 12)], lr=0.1, update="sgd")
+MAKERS = (
+    functools.partial(problems.demo, shapes=[(20, 12)], lr=0.1, update="sgd"),
+    functools.partial(problems.local, shapes=[(20, 12)], sync_every=2, top_k=4),
+)
 
 
-def _local(exchange: Exchange) -> LocalDeMo:
-    return problems.local(exchange, [(20, 12)], sync_every=2, top_k=4)
-
-
-def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> tuple[Any, torch.nn.Parameter]:
+def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> Any:
+    """An optimizer that may extract."""
     optimizer = make(exchange)
-    (parameter,) = problems.all_parameters(optimizer)
-    parameter.grad = problems.draw((20, 12), seed)
+    problems.set_gradients(problems.all_parameters(optimizer), 0, seed)
     if isinstance(optimizer, LocalDeMo):
         optimizer.local_step()
-    return optimizer, parameter
+    return optimizer
 
 
-def _outcome(optimizer: Any, parameter: torch.nn.Parameter) -> list[Tensor]:
-    state = optimizer.state[parameter]
-    return [parameter.detach().clone(), state.get("momentum", state.get("error")).clone()]
+def _outcome(optimizer: Any) -> list[Tensor]:
+    return [*problems.values(optimizer), *problems.momenta(optimizer)]
 
 
-@pytest.mark.parametrize("make", [_demo, _local])
+@pytest.mark.parametrize("make", MAKERS)
 def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) -> None:
-    optimizer, _ = _made(make, SingleRank())
+    optimizer = _made(make, SingleRank())
     messages = optimizer.exchange(optimizer.extract()).clone()
     others = messages.clone()
     with problems.unchanged(optimizer):
@@ -94,13 +92,13 @@ def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) 
                 optimizer.apply(refused)
 
 
-@pytest.mark.parametrize("make", [_demo, _local])
+@pytest.mark.parametrize("make", MAKERS)
 def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(make: Callable[..., Any]) -> None:
     """One marked as applied, as by the rank that is alone now, has left the momentum like one that was applied."""
     fewer = Threads(2, 60.0).exchanges
 
     def lose_one(exchange: Exchange) -> list[Tensor]:
-        optimizer, parameter = _made(make, exchange, exchange.rank)
+        optimizer = _made(make, exchange, exchange.rank)
         with pytest.raises(RuntimeError, match="call extract first"):
             optimizer.replicator.detach_round()
         optimizer.extract()
@@ -109,15 +107,15 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
         detached = optimizer.replicator.detach_round()
         if exchange.rank == 2:
             optimizer.replicator.mark_applied(detached)
-            return _outcome(optimizer, parameter)
+            return _outcome(optimizer)
         optimizer.regroup(fewer[exchange.rank])
         optimizer.apply(optimizer.exchange(optimizer.replicator.attach_round(detached)))
-        return _outcome(optimizer, parameter)
+        return _outcome(optimizer)
 
     def calm(exchange: Exchange, seed: int | None = None) -> list[Tensor]:
-        optimizer, parameter = _made(make, exchange, exchange.rank if seed is None else seed)
+        optimizer = _made(make, exchange, exchange.rank if seed is None else seed)
         optimizer.apply(optimizer.exchange(optimizer.extract()))
-        return _outcome(optimizer, parameter)
+        return _outcome(optimizer)
 
     *stayed, (_, left) = ranks.threads(lose_one, 3)
     for one, other in zip(stayed, ranks.threads(calm, 2), strict=True):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import oracle
@@ -15,7 +14,7 @@ import ranks
 from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.codec import chunk_group
 from demopt.core.rounding import to_bfloat16
-from demopt.core.rules import RULE_STATE, RULES, Rule, rule_of
+from demopt.core.rules import RULES, Rule, rule_of
 from demopt.exchange import Exchange, SingleRank
 
 SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
@@ -29,34 +28,20 @@ def shapes_for(update: str) -> list[tuple[int, ...]]:
     return MATRICES if RULES[update].whole_matrix else SHAPES
 
 
-def rule(update: str, **settings: float) -> Rule:
-    """The rule, with the settings that it knows."""
-    return RULES[update](**{name: value for name, value in settings.items() if name in vars(RULES[update]())})
+def make(update: str, exchange: Exchange, eps: float = 1e-3, **more: Any) -> DeMo:
+    rule = AdamW(eps=eps) if update == "adamw" else update
+    return problems.demo(exchange, shapes_for(update), update=rule, **{"weight_decay": 0.1, **more})
 
 
-def make(
-    update: str, exchange: Exchange | None = None, dtype: torch.dtype = torch.float32, eps: float = 1e-3, **more: Any
-) -> DeMo:
-    beta2 = more.pop("beta2", 0.99)
-    settings = {**problems.SMALL, "weight_decay": 0.1, "update": rule(update, eps=eps, beta2=beta2), **more}
-    return DeMo(problems.parameters(shapes_for(update), dtype), process_group=exchange, **settings)
+def _trained(exchange: Exchange, update: str, more: dict[str, Any]) -> tuple[problems.History, int]:
+    """Also a fingerprint with the rules' state."""
+    optimizer = make(update, exchange, **more)
+    return problems.train(optimizer, range(STEPS), exchange.rank), optimizer.fingerprint(state=True)
 
 
-def kept(optimizer: DeMo) -> list[Tensor]:
-    """Copies of the rules' state."""
-    states = [optimizer.state[parameter] for parameter in problems.all_parameters(optimizer)]
-    return [state[name].clone() for state in states for name in RULE_STATE if name in state]
-
-
-def _trained(exchange: Exchange | None, update: str, dtype: torch.dtype, more: dict[str, Any]) -> dict[str, Any]:
-    optimizer = make(update, exchange, dtype, **more)
-    history = problems.train(optimizer, range(STEPS), exchange.rank if exchange else 0)
-    return {"history": history, "kept": kept(optimizer)}
-
-
-def _assert_replicas(found: list[dict[str, Any]]) -> None:
-    problems.assert_replicas([seen["history"] for seen in found])
-    assert all(problems.same(seen["kept"], found[0]["kept"]) for seen in found), "the rules' state has drifted"
+def _assert_replicas(found: list[tuple[problems.History, int]]) -> None:
+    problems.assert_replicas([history for history, _ in found])
+    assert len({mark for _, mark in found}) == 1, "the rules' state has drifted"
 
 
 # Oracles
@@ -67,14 +52,14 @@ def _assert_replicas(found: list[dict[str, Any]]) -> None:
 def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, values: str, exact: bool | None) -> None:
     """8-bit bases and 11-bit operands: the update of float32 parameters to about a hundredth of its size."""
     more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum_decay": 0.5}
-    found = ranks.threads(_trained, 3, update, torch.float32, more)
+    found = ranks.threads(_trained, 3, update, more)
     _assert_replicas(found)
     group = make(update, SingleRank(), **more).param_groups
     truth = oracle.Oracle(group, 3, zero=0.02)
     starts = [parameter.detach() for parameter in problems.parameters(shapes_for(update))]
     for step in range(STEPS):
         truth.step([[g.double() for g in of_rank] for of_rank in problems.gradients_of_ranks(starts, step, 3)])
-    rest = zip(found[0]["history"].parameters, truth.parameters, truth.undecided, starts, strict=True)
+    rest = zip(found[0][0].parameters, truth.parameters, truth.undecided, starts, strict=True)
     for got, expected, undecided, start in rest:
         moved, wanted = (got - start)[~undecided].double(), (expected - start)[~undecided].double()
         assert float((moved - wanted).norm()) <= (0.05 if exact is None else 1e-3) * float(wanted.norm()) + 1e-5
@@ -109,7 +94,7 @@ def test_update_rule_and_rounding_ignore_block_size(
 def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -> None:
     """As with initial weights: a checkpoint that only one rank has loaded."""
 
-    def apart(exchange: Exchange) -> dict[str, Any]:
+    def apart(exchange: Exchange) -> tuple[problems.History, int]:
         optimizer = make(update, exchange)
         for first in (0, 2):
             for entry in optimizer.state.values():
@@ -119,7 +104,7 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -
                 optimizer.resync(0)
             history = problems.train(optimizer, range(first, first + 2), exchange.rank)
             histories.append(history)
-        return {"history": history, "kept": kept(optimizer)}
+        return history, optimizer.fingerprint(state=True)
 
     histories: list[problems.History] = []
     _assert_replicas(ranks.threads(apart, 2))
