@@ -33,6 +33,7 @@ from demopt.runs.inbox import (
     FolderOutcome,
     ForkedError,
     Inbox,
+    attempts,
     bytes_of,
     renamed,
     row_of,
@@ -152,74 +153,10 @@ class FolderExchange(VaryingExchange):
             raise RuntimeError("this worker has not joined the run yet; the first step, or join(), does")
         return self._record
 
-    def find_run(self) -> Record:
-        """Reads the record; ExchangeError if there is none. Who has found a run may join that one, and starts none."""
-        self._record = log.read_record(self.store)
-        if self._record is None:
-            raise ExchangeError(f"{self.store.address} holds no run")
-        self._old_stop = self._wish()
-        return self._record
-
     @property
     def row(self) -> int | None:
         """The row of this worker's message in the last round; None: it was left out."""
         return None if self.last is None else self.last.row
-
-    def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
-        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
-        log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
-        _as_json("note", self.note, _MOST_NOTE)
-        theirs = self._reading
-        if self.total and theirs and theirs.total != self.total:
-            raise SettingsError(
-                f"the data of {self.worker} has {self.total:,} sequences in all epochs, that of the run in "
-                f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
-            )
-        reads: Reads | None = None
-        if self.total:
-            self._read = {*takewhile(self._read.__contains__, self._holds)}
-            reads = Reads(len(self._read), self.wanted, self.total)
-        envelope = Envelope(
-            run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
-            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
-        )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began)
-
-    # The run's data
-
-    @property
-    def _reading(self) -> Reading | None:
-        return self.decided.reading if self.decided else None
-
-    @property
-    def _holds(self) -> Iterator[int]:
-        return self._reading.numbers(self.worker) if self._reading else iter(())
-
-    def take(self, most: int) -> list[int]:
-        """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
-
-        Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
-        """
-        found = [*islice((number for number in self._holds if number not in self._read), most)]
-        self._read |= {*found}
-        return found
-
-    @property
-    def held(self) -> int:
-        """How many numbers this worker holds that `take` has not given out."""
-        return sum(number not in self._read for number in self._holds)
-
-    @property
-    def all_read(self) -> bool:
-        """Whether the manifests have all numbers: the run's data is read."""
-        return self._reading is not None and self._reading.position == self._reading.total
-
-    @property
-    def seconds_needed(self) -> float:
-        """The seconds that this worker needs for a round, as it says; twice as many each time that was too few."""
-        needed = max(self._needed, default=0.0) * 2.0 ** min(max(0, self.left_out - 1), 64)
-        return round(min(needed, LONGEST), 3)
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
         """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
@@ -230,6 +167,14 @@ class FolderExchange(VaryingExchange):
         return FolderRounds(replicator, self, moments)
 
     # Joining
+
+    def find_run(self) -> Record:
+        """Reads the record; ExchangeError if there is none. Who has found a run may join that one, and starts none."""
+        self._record = log.read_record(self.store)
+        if self._record is None:
+            raise ExchangeError(f"{self.store.address} holds no run")
+        self._old_stop = self._wish()
+        return self._record
 
     def find_or_start(
         self,
@@ -297,7 +242,63 @@ class FolderExchange(VaryingExchange):
         with suppress(DemoptError, OSError):  # without the right to delete, they wait
             self.store.delete(log.hello_name(each, self.worker) for each in self._greeted if each >= number)
 
+    # The run's data
+
+    def take(self, most: int) -> list[int]:
+        """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
+
+        Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
+        """
+        found = [*islice((number for number in self._holds if number not in self._read), most)]
+        self._read |= {*found}
+        return found
+
+    @property
+    def held(self) -> int:
+        """How many numbers this worker holds that `take` has not given out."""
+        return sum(number not in self._read for number in self._holds)
+
+    @property
+    def all_read(self) -> bool:
+        """Whether the manifests have all numbers: the run's data is read."""
+        return self._reading is not None and self._reading.position == self._reading.total
+
+    @property
+    def _reading(self) -> Reading | None:
+        return self.decided.reading if self.decided else None
+
+    @property
+    def _holds(self) -> Iterator[int]:
+        return self._reading.numbers(self.worker) if self._reading else iter(())
+
     # A round
+
+    def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
+        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
+        log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
+        _as_json("note", self.note, _MOST_NOTE)
+        theirs = self._reading
+        if self.total and theirs and theirs.total != self.total:
+            raise SettingsError(
+                f"the data of {self.worker} has {self.total:,} sequences in all epochs, that of the run in "
+                f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
+            )
+        reads: Reads | None = None
+        if self.total:
+            self._read = {*takewhile(self._read.__contains__, self._holds)}
+            reads = Reads(len(self._read), self.wanted, self.total)
+        envelope = Envelope(
+            run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
+            leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
+            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
+        )  # fmt: skip
+        return Attached(envelope, self.decided, self.round_began)
+
+    @property
+    def seconds_needed(self) -> float:
+        """The seconds that this worker needs for a round, as it says; twice as many each time that was too few."""
+        needed = max(self._needed, default=0.0) * 2.0 ** min(max(0, self.left_out - 1), 64)
+        return round(min(needed, LONGEST), 3)
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
@@ -346,6 +347,46 @@ class FolderExchange(VaryingExchange):
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
         )  # fmt: skip
 
+    def _require_round_before(self, decided: Manifest | None) -> None:
+        """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
+
+        ForkedError if the round before is another one there.
+        """
+        gone = f"the run is gone from {self.store.address}; is its disk mounted?"
+        if decided is None:
+            identity = self.wait_for(partial(log.read_record, self.store), gone, self._patient.patience).identity
+            if identity != self.record.identity:
+                raise SettingsError(f"{self.store.address} holds another run than this worker's")
+            return
+        read = partial(log.read_manifest, self.store, self.record.identity, decided.round)
+        found = self.wait_for(read, gone, self._patient.patience)
+        if found.digest != decided.digest:
+            raise ForkedError(
+                f"round {decided.round + 1} is another one in {self.store.address} than this worker has applied"
+            )
+
+    def _put(self, mine: Envelope) -> Envelope:
+        """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
+        while True:
+            name, packed = log.message_name(mine.round, mine.worker), mine.packed()
+            there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
+            if (own := next((each for each in attempts(mine) if each.packed() == there), None)) is not None:
+                self.sent_bytes += len(packed)
+                self.calls += 1
+                return own
+            other = renamed(mine)
+            self.say(f"there is another worker named {mine.worker}; this one is {other.worker} from now on")
+            mine = other
+
+    def _placed(self, name: str, packed: bytes) -> bytes | None:
+        """Returns the object that has a name after a put; None if there is none, which a busy server may answer."""
+        if self.store.put_if_absent(name, packed):
+            return packed
+        try:
+            return self.store.get(name, len(packed) + log.MOST_ENVELOPE)
+        except MessageError:  # another's
+            return b""
+
     def _manifest_of(self, inbox: Inbox, mine: Envelope, put_at: float) -> tuple[Manifest, tuple[str, ...]]:
         """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
 
@@ -370,6 +411,13 @@ class FolderExchange(VaryingExchange):
             if (manifest := inbox.read_manifest()) is not None:
                 return manifest, waited_for
             first = False
+
+    def _propose(self, manifest: Manifest) -> Manifest:
+        """Returns the manifest that the round has, this one or another."""
+        number, put = manifest.round, partial(log.propose, self.store, manifest)
+        read = partial(log.read_manifest, self.store, manifest.run, number)
+        gone = f"{log.manifest_name(number)} can be neither written nor read in {self.store.address}"
+        return put() or self.wait_for(lambda: read() or put(), gone)
 
     def results_of(
         self, manifest: Manifest, wiring: Wiring, header: Header, known: dict[str, Result] | None = None
@@ -434,41 +482,7 @@ class FolderExchange(VaryingExchange):
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or manifest.stop or (self._heard_stop < math.inf and self.left_out > 9)
 
-    def later(self, call: Callable[[], None]) -> None:
-        """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
-
-        def run() -> None:
-            try:
-                call()
-            except DemoptError as error:
-                self.say(f"a checkpoint was not written, training goes on: {error}")
-
-        self._later.append(self._pool.submit(run))
-
-    def wait_for_uploads(self) -> None:
-        """Waits for the tasks that `later` has begun."""
-        while self._later:
-            self._later.pop().result()
-
-    def close(self) -> None:
-        """Gives up requests that still wait for the store, so that the process can end."""
-        self._patient.patience = 0.0
-
-    def _put(self, mine: Envelope) -> Envelope:
-        """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
-        while True:
-            name, packed = log.message_name(mine.round, mine.worker), mine.packed()
-            there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
-            if there.endswith(b"\n" + mine.body):  # now, or by an earlier attempt, which may not have known of a wish
-                with suppress(MessageError):
-                    mine = log.read_message(name, there, mine.run, mine.round, mine.worker)
-                    break
-            other = renamed(mine)
-            self.say(f"there is another worker named {mine.worker}; this one is {other.worker} from now on")
-            mine = other
-        self.sent_bytes += len(packed)
-        self.calls += 1
-        return mine
+    # The wish to stop
 
     def _wish(self) -> bytes | None:
         """Returns the wish to stop this run, if there is one; another object of that name is told of once."""
@@ -484,45 +498,7 @@ class FolderExchange(VaryingExchange):
             self._heard_stop = time.monotonic()
         return self._heard_stop < math.inf
 
-    def say_once(self, text: str) -> None:
-        """Tells the user something that may be found again and again."""
-        if text not in self._said:
-            self._said.add(text)
-            self.say(text)
-
-    def _placed(self, name: str, packed: bytes) -> bytes | None:
-        """Returns the object that has a name after a put; None if there is none, which a busy server may answer."""
-        if self.store.put_if_absent(name, packed):
-            return packed
-        try:
-            return self.store.get(name, len(packed) + log.MOST_ENVELOPE)
-        except MessageError:  # another's
-            return b""
-
-    def _propose(self, manifest: Manifest) -> Manifest:
-        """Returns the manifest that the round has, this one or another."""
-        number, put = manifest.round, partial(log.propose, self.store, manifest)
-        read = partial(log.read_manifest, self.store, manifest.run, number)
-        gone = f"{log.manifest_name(number)} can be neither written nor read in {self.store.address}"
-        return put() or self.wait_for(lambda: read() or put(), gone)
-
-    def _require_round_before(self, decided: Manifest | None) -> None:
-        """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
-
-        ForkedError if the round before is another one there.
-        """
-        gone = f"the run is gone from {self.store.address}; is its disk mounted?"
-        if decided is None:
-            identity = self.wait_for(partial(log.read_record, self.store), gone, self._patient.patience).identity
-            if identity != self.record.identity:
-                raise SettingsError(f"{self.store.address} holds another run than this worker's")
-            return
-        read = partial(log.read_manifest, self.store, self.record.identity, decided.round)
-        found = self.wait_for(read, gone, self._patient.patience)
-        if found.digest != decided.digest:
-            raise ForkedError(
-                f"round {decided.round + 1} is another one in {self.store.address} than this worker has applied"
-            )
+    # Requests
 
     def wait_for(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
         """Repeats a read until it finds something, because reads may lag; ExchangeError after `limit` seconds."""
@@ -544,6 +520,32 @@ class FolderExchange(VaryingExchange):
         if len(calls) < 2:
             return [call() for call in calls]
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
+
+        def run() -> None:
+            try:
+                call()
+            except DemoptError as error:
+                self.say(f"a checkpoint was not written, training goes on: {error}")
+
+        self._later.append(self._pool.submit(run))
+
+    def wait_for_uploads(self) -> None:
+        """Waits for the tasks that `later` has begun."""
+        while self._later:
+            self._later.pop().result()
+
+    def close(self) -> None:
+        """Gives up requests that still wait for the store, so that the process can end."""
+        self._patient.patience = 0.0
+
+    def say_once(self, text: str) -> None:
+        """Tells the user something that may be found again and again."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
 
 def _as_json(name: str, value: Any, most: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -166,13 +166,19 @@ def renamed(sent: Envelope) -> Envelope:
     return replace(sent, worker=f"{sent.worker[:50]}-{same_after_an_error}")
 
 
+def attempts(sent: Envelope) -> Iterator[Envelope]:
+    """Yields a message as an earlier attempt may have put it, too: with another flag `stop`, or the second name."""
+    yield from (sent, replace(sent, stop=not sent.stop))
+    second = renamed(sent)
+    yield from (second, replace(second, stop=not second.stop))
+
+
 def row_of(sent: Envelope, manifest: Manifest) -> int | None:
     """Returns the row of a worker's own message in a manifest; None if it is left out."""
-    # By its bytes, because another may have its name. An earlier attempt may have put it under the second name, or
-    # with another flag `stop`.
-    forms = [replace(form, stop=stop) for form in (sent, renamed(sent)) for stop in (False, True)]
-    possible = {log.digest(form.packed()) for form in forms}
-    return next((row for row, sender in enumerate(manifest.senders) if sender.digest in possible), None)
+    # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
+    alike = [(row, each) for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])]
+    own = (row for row, each in alike if any(log.digest(it.packed()) == each.digest for it in attempts(sent)))
+    return next(own, None)
 
 
 def envelope_of(current: Round) -> Envelope:

@@ -137,6 +137,14 @@ class FolderRounds(Rounds):
         self._sent = deque[Sent](maxlen=_REMEMBERED)
         self._forgotten = list[log.Envelope]()  # own messages of rounds that a fork ended: a manifest may list them yet
 
+    @property
+    def _number(self) -> int:
+        return int(self.replicator.round_number)
+
+    @property
+    def _leaves(self) -> bool:
+        return self.run.leaving or self.run.asked_to_stop()
+
     # Joining
 
     @property
@@ -173,28 +181,23 @@ class FolderRounds(Rounds):
         run.joined = True
         return None if started else self._lent_moments() if not self.moments() else {}
 
-    def saved(self) -> dict[str, Any]:
-        run, current = self.run, self._open or self.replicator.round
-        if self._restored is not None:  # it was loaded, and this worker has not joined yet
-            return self._restored.entry()
-        if run._record is None:
-            return {}
-        self.replicator.let_extract()
-        message = envelope_of(current) if current is not None and current.data and current.message is not None else None
-        before = log.digest_of(run.decided)
-        found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
-        return found.entry()
+    def _check_order(self, groups: list[dict[str, Any]]) -> None:
+        """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
 
-    def check_saved(self, saved: Any) -> None:
-        SavedWorker.of(saved)
-
-    def restore(self, saved: dict[str, Any]) -> bool:
-        """Takes what `saved` returned. The worker joins the run again."""
-        found = self._restored = SavedWorker.of(saved)
-        self._sent = deque(found.sent if found else (), _REMEMBERED)
-        self._forgotten = [*found.forgotten] if found else []
-        self._open, self.run.joined = None, False
-        return found is not None and found.message is not None
+        Says if its frozen ones differ.
+        """
+        there = f"the run in {self.run.store.address}"
+        frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.run.record.groups))
+        if None not in first[:1] and frozen[:1] != first[:1]:
+            self.run.say(
+                f"the frozen parameters of {self.run.worker} differ from those that {there} began with: load "
+                "the same base model, because rounds move only what trains"
+            )
+        for kind in ("param_names", "marks"):
+            mine = [each for group in groups for each in group[kind]]
+            theirs = [each for group in self.run.record.groups for each in group.get(kind, [])]
+            if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
+                check_order(f"{self.run.worker} has", there, theirs, mine)
 
     def _enter(self) -> None:
         """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
@@ -217,6 +220,11 @@ class FolderRounds(Rounds):
         if self.is_open:
             self.exchange_and_apply()
 
+    def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
+        """Returns the round of a message that was made before a restart; whether the error still has its content."""
+        attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
+        return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
+
     def _end_later_message(self) -> bool:
         """Ends the open round if the worker has sent a message for it after it saved the state; whether it has."""
         number, most = self._number, self.replicator.message_bytes + log.MOST_ENVELOPE
@@ -232,53 +240,12 @@ class FolderRounds(Rounds):
             self._drop_unsent(self.run.last.manifest)
         return True
 
-    def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
-        """Returns the round of a message that was made before a restart; whether the error still has its content."""
-        attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
-        return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
-
-    def _meet_own(self, manifest: Manifest) -> None:
-        """Takes out of the error what a manifest has: the message of a round that a fork ended.
-
-        Or all, if the manifest has a message that is later than this worker's state: all was in that one.
-        """
-        for sent in [each for each in self._forgotten if each.round == manifest.round]:
-            self._forgotten.remove(sent)
-            if row_of(sent, manifest) is not None:
-                self.replicator.recount(tensor_of(sent.body), applied=True)
-                self._sent.append(Sent(manifest.round, manifest.digest, sent.worker, True))
-                return
-        for place, (number, digest, *_) in enumerate(self._sent):
-            if number == manifest.round and digest != manifest.digest and not self._recount(place, manifest):
-                self._say_lost([number])
-        known = any((number, digest) == (manifest.round, manifest.digest) for number, digest, *_ in self._sent)
-        if manifest.round >= self._saved_at and not known:
-            self._drop_unsent(manifest)
-
     def _drop_unsent(self, manifest: Manifest) -> None:
         """Clears the error if a manifest has a message of this worker that is later than its state."""
         if self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self.replicator.clear_momentum()
             self.keeps_steps, self._saved_at = False, math.inf
-
-    def _check_order(self, groups: list[dict[str, Any]]) -> None:
-        """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
-
-        Says if its frozen ones differ.
-        """
-        there = f"the run in {self.run.store.address}"
-        frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.run.record.groups))
-        if None not in first[:1] and frozen[:1] != first[:1]:
-            self.run.say(
-                f"the frozen parameters of {self.run.worker} differ from those that {there} began with: load "
-                "the same base model, because rounds move only what trains"
-            )
-        for kind in ("param_names", "marks"):
-            mine = [each for group in groups for each in group[kind]]
-            theirs = [each for group in self.run.record.groups for each in group.get(kind, [])]
-            if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
-                check_order(f"{self.run.worker} has", there, theirs, mine)
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -343,6 +310,17 @@ class FolderRounds(Rounds):
         if not self.is_behind:
             self._take_turn(outcome)
 
+    def _take_turn(self, outcome: FolderOutcome) -> None:
+        """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one."""
+        turn, rest = divmod(self._number, self.run.record.checkpoint_every)
+        senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
+        has_turn = rest == 0 and outcome.row == turn % senders
+        leaves = outcome.envelope.leaves or self.run.stopping
+        if has_turn or (leaves and outcome.row in (None, 0)):
+            self.save()
+        if leaves:
+            self.run.take_back_hellos(self._number)
+
     def rollback(self) -> None:
         """Forgets the round, unless its message may be in a manifest."""
         if not self.replicator.in_flight:
@@ -367,25 +345,7 @@ class FolderRounds(Rounds):
         if outcome is not None and outcome.row is None:
             self._take_turn(outcome)
 
-    def next_manifest(self) -> Manifest | None:
-        """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
-        number = self._number
-        if (found := self._manifest(number)) is None and self._manifest(number + 1) is not None:
-            found = self._known_manifest(number)
-        return found
-
-    def apply_manifest(self, manifest: Manifest) -> None:
-        """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
-        wiring = self.replicator.wiring()
-        self.replicator.apply_missed(self.run.results_of(manifest, wiring, self.replicator.header(wiring)))
-
-    @property
-    def _number(self) -> int:
-        return int(self.replicator.round_number)
-
-    @property
-    def _leaves(self) -> bool:
-        return self.run.leaving or self.run.asked_to_stop()
+    # Rounds that were decided without this worker
 
     def _follow_run(self) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
@@ -409,6 +369,18 @@ class FolderRounds(Rounds):
                 if rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)
 
+    def next_manifest(self) -> Manifest | None:
+        """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
+        number = self._number
+        if (found := self._manifest(number)) is None and self._manifest(number + 1) is not None:
+            found = self._known_manifest(number)
+        return found
+
+    def apply_manifest(self, manifest: Manifest) -> None:
+        """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
+        wiring = self.replicator.wiring()
+        self.replicator.apply_missed(self.run.results_of(manifest, wiring, self.replicator.header(wiring)))
+
     def _hello_ahead(self, seconds: float) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
 
@@ -418,6 +390,18 @@ class FolderRounds(Rounds):
         while self._manifest(self._number + ahead) is not None:
             ahead *= 2
         run.hello(self._number, ahead, seconds * ahead)
+
+    def _manifest(self, number: int) -> Manifest | None:
+        try:
+            return log.read_manifest(self.run.store, self.run.record.identity, number)
+        except MessageError as error:  # no earlier checkpoint helps: the run's later weights need it
+            raise ExchangeError(f"{error}; {_REMEDY}") from None
+
+    def _known_manifest(self, number: int) -> Manifest:
+        gone = f"{log.manifest_name(number)} is gone from {self.run.store.address}; {_REMEDY}"
+        return self.run.wait_for(partial(self._manifest, number), gone)
+
+    # Forks
 
     def _leave_fork(self, error: ForkedError, applied: str) -> None:
         """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
@@ -436,6 +420,10 @@ class FolderRounds(Rounds):
         self._recount_own()
         # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
         self._load_newest(least=0 if after is None or after.before == before.digest else number + 1)
+
+    def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
+        """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
+        return self._known_manifest(number - 1), self._manifest(number)
 
     def _recount_own(self) -> None:
         """Makes the error hold all own messages that do not count, after manifests that were applied turned out others.
@@ -472,35 +460,28 @@ class FolderRounds(Rounds):
             self.replicator.recount(tensor_of(sent.body), applied=worker in names)
         return sent is not None
 
+    def _meet_own(self, manifest: Manifest) -> None:
+        """Takes out of the error what a manifest has: the message of a round that a fork ended.
+
+        Or all, if the manifest has a message that is later than this worker's state: all was in that one.
+        """
+        for sent in [each for each in self._forgotten if each.round == manifest.round]:
+            self._forgotten.remove(sent)
+            if row_of(sent, manifest) is not None:
+                self.replicator.recount(tensor_of(sent.body), applied=True)
+                self._sent.append(Sent(manifest.round, manifest.digest, sent.worker, True))
+                return
+        for place, (number, digest, *_) in enumerate(self._sent):
+            if number == manifest.round and digest != manifest.digest and not self._recount(place, manifest):
+                self._say_lost([number])
+        known = any((number, digest) == (manifest.round, manifest.digest) for number, digest, *_ in self._sent)
+        if manifest.round >= self._saved_at and not known:
+            self._drop_unsent(manifest)
+
     def _say_lost(self, rounds: list[int]) -> None:
         if rounds:
             told = ", ".join(str(number + 1) for number in rounds)
             self.run.say(f"this worker's messages of rounds {told} may be lost or count twice: they are gone")
-
-    def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
-        """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
-        return self._known_manifest(number - 1), self._manifest(number)
-
-    def _known_manifest(self, number: int) -> Manifest:
-        gone = f"{log.manifest_name(number)} is gone from {self.run.store.address}; {_REMEDY}"
-        return self.run.wait_for(partial(self._manifest, number), gone)
-
-    def _manifest(self, number: int) -> Manifest | None:
-        try:
-            return log.read_manifest(self.run.store, self.run.record.identity, number)
-        except MessageError as error:  # no earlier checkpoint helps: the run's later weights need it
-            raise ExchangeError(f"{error}; {_REMEDY}") from None
-
-    def _take_turn(self, outcome: FolderOutcome) -> None:
-        """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one."""
-        turn, rest = divmod(self._number, self.run.record.checkpoint_every)
-        senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
-        has_turn = rest == 0 and outcome.row == turn % senders
-        leaves = outcome.envelope.leaves or self.run.stopping
-        if has_turn or (leaves and outcome.row in (None, 0)):
-            self.save()
-        if leaves:
-            self.run.take_back_hellos(self._number)
 
     # Checkpoints
 
@@ -555,31 +536,6 @@ class FolderRounds(Rounds):
         self.replicator.round_number.fill_(number)
         run.decided = before
 
-    def _lent_moments(self) -> Moments:
-        """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
-
-        With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
-        """
-        run = self.run
-        listed = [number for number in log.numbered(run.store, "moments") if number <= self._number]
-        if not listed:
-            return {}
-        name, tensors = log.moments_name(listed[-1]), self.replicator.wiring().replicated_tensors()
-        size = sum(tensor.nbytes for tensor in tensors)
-        try:
-            data = run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD) or b""  # deleted since, for a newer one
-            run.received_bytes += len(data)
-            head, found = _split(name, data)
-            names = head.get("names")
-            if (head.get("run"), head.get("round")) != (run.record.identity, listed[-1]) or not isinstance(names, list):
-                raise MessageError(f"{name} is damaged, or of another run")
-            if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
-                raise MessageError(f"{name} is damaged, or not finite")
-        except MessageError as error:
-            run.say(f"{error}; the inner optimizer starts with empty state")
-            return {}
-        return dict(zip(map(str, names), found, strict=True))
-
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
         run = self.run
@@ -605,6 +561,56 @@ class FolderRounds(Rounds):
         if self._saved_at < math.inf or self._forgotten:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._meet_own(missed)
+
+    def _lent_moments(self) -> Moments:
+        """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
+
+        With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
+        """
+        run = self.run
+        listed = [number for number in log.numbered(run.store, "moments") if number <= self._number]
+        if not listed:
+            return {}
+        name, tensors = log.moments_name(listed[-1]), self.replicator.wiring().replicated_tensors()
+        size = sum(tensor.nbytes for tensor in tensors)
+        try:
+            data = run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD) or b""  # deleted since, for a newer one
+            run.received_bytes += len(data)
+            head, found = _split(name, data)
+            names = head.get("names")
+            if (head.get("run"), head.get("round")) != (run.record.identity, listed[-1]) or not isinstance(names, list):
+                raise MessageError(f"{name} is damaged, or of another run")
+            if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
+                raise MessageError(f"{name} is damaged, or not finite")
+        except MessageError as error:
+            run.say(f"{error}; the inner optimizer starts with empty state")
+            return {}
+        return dict(zip(map(str, names), found, strict=True))
+
+    # This worker's state
+
+    def saved(self) -> dict[str, Any]:
+        run, current = self.run, self._open or self.replicator.round
+        if self._restored is not None:  # it was loaded, and this worker has not joined yet
+            return self._restored.entry()
+        if run._record is None:
+            return {}
+        self.replicator.let_extract()
+        message = envelope_of(current) if current is not None and current.data and current.message is not None else None
+        before = log.digest_of(run.decided)
+        found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
+        return found.entry()
+
+    def check_saved(self, saved: Any) -> None:
+        SavedWorker.of(saved)
+
+    def restore(self, saved: dict[str, Any]) -> bool:
+        """Takes what `saved` returned. The worker joins the run again."""
+        found = self._restored = SavedWorker.of(saved)
+        self._sent = deque(found.sent if found else (), _REMEMBERED)
+        self._forgotten = [*found.forgotten] if found else []
+        self._open, self.run.joined = None, False
+        return found is not None and found.message is not None
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
