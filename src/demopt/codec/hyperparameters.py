@@ -171,13 +171,10 @@ class Hyperparameters:
 NAMES = tuple(entry.name for entry in fields(Hyperparameters))
 
 
-def check_names(group: Mapping[str, Any], common: tuple[str, ...] = ()) -> None:
-    """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter.
-
-    `common` are arguments of the optimizer that hold for all groups.
-    """
+def check_names(group: Mapping[str, Any]) -> None:
+    """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter."""
     for name in group:
-        if name in common:
+        if name in ("fingerprint_every", "kernels", "process_group"):
             raise TypeError(f"a parameter group of DeMo has no {name!r}, which holds for all: give it to DeMo itself")
         if name not in NAMES and name not in ("params", "param_names", "name", "initial_lr"):
             hint = suggestion(name, NAMES) or f"; known are {', '.join(NAMES)}"

@@ -50,6 +50,9 @@ class Rule:
     whole_matrix: ClassVar[bool] = False
     signs_only: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__.lower()
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             # a smaller eps vanishes in float32
@@ -97,8 +100,6 @@ class SGD(Rule):
         tensor([3.])
     """
 
-    name = "sgd"
-
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         return update
 
@@ -115,7 +116,6 @@ class Nesterov(Rule):
         (tensor([2.]), tensor([2.]))
     """
 
-    name = "nesterov"
     moments = ("velocity",)
 
     beta: float = 0.9
@@ -135,7 +135,6 @@ class Signum(Rule):
         tensor([ 1., -1.])
     """
 
-    name = "signum"
     signs_only = True
 
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -154,7 +153,6 @@ class Lion(Rule):
         (tensor([ 1., -1.]), tensor([ 0.6250, -1.0000]))
     """
 
-    name = "lion"
     moments = ("exp_avg",)
 
     beta1: float = 0.9
@@ -186,7 +184,6 @@ class AdamW(Rule):
         (tensor([[[0.0156, 4.0000]]]), 0.25)
     """
 
-    name = "adamw"
     moments = ("exp_avg_sq",)
     weights = ("exp_avg_sq_weight",)
 
@@ -217,7 +214,6 @@ class Muon(Rule):
         tensor(0.2000)
     """
 
-    name = "muon"
     whole_matrix = True
 
     def __call__(self, update_RS: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:

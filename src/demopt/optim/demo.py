@@ -44,8 +44,6 @@ V2: dict[str, Any] = {
     "codec": Codec(values="float32", reduction="mean"),
 }
 
-COMMON = ("fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
-
 
 class DeMo(ReplicatedOptimizer):
     """Optimizer whose ranks exchange only the largest transform coefficients of their momenta.
@@ -225,7 +223,7 @@ class DeMo(ReplicatedOptimizer):
         if isinstance(codec := param_group.get("codec"), Codec):
             rest = {name: value for name, value in param_group.items() if name != "codec"}
             param_group = {**codec.hyperparameters(), **rest}
-        check_names(param_group, COMMON)
+        check_names(param_group)
         _settings_of({**self.defaults, **param_group})
         self._all_states = None
         super().add_param_group(plain(param_group))
