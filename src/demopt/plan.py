@@ -77,7 +77,7 @@ def plan(
     if bandwidth is None and (latency or step_seconds or optimizer_seconds):
         raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit")
     given: Given = {"preset": preset, "model": model, "lora": lora}
-    train = assemble({}, config) if config else config_of({k: v for k, v in given.items() if v is not None})
+    train = assemble({name: value for name, value in given.items() if value is not None}, config)
     demo, local = _with_optimizer(train, "demo"), _with_optimizer(train, "local")
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
     link = None
