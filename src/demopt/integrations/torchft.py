@@ -16,7 +16,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -245,10 +245,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], given: dict[str, Any]) -> None:
         """Sends weights, step and rules' state from `source` to those that are behind, and what is `given` besides."""
-        if exchange.rank != source and exchange.rank not in behind:
+        if exchange.rank not in (source, *behind):
             return
-        taking, self._torn = exchange.rank != source, exchange.rank != source
-        self.inner.regroup(HealExchange(exchange, source, behind))
+        self._torn = taking = exchange.rank != source
+        self.inner.regroup(self._quorum.exchange(self._patience, [source, *behind]))
         self.inner.resync(0)
         self._torn = False
         if not taking:
@@ -315,15 +315,16 @@ def leader(workers: list[Worker]) -> int:
 class QuorumExchange(Exchange):
     """The workers of a quorum. `seconds`: the timeout of a call; None: that of the process group.
 
-    Any error closes the connections to all workers, so that none of them waits for another.
+    Any error closes the connections to all workers, so that none of them waits for another. With `ranks`, these workers
+    alone, in this order, while all others wait: for `broadcast`.
     """
 
-    def __init__(self, process_group: Any, seconds: float | None = None) -> None:
+    def __init__(self, process_group: Any, seconds: float | None = None, ranks: Sequence[int] = ()) -> None:
         self._whole = process_group
         self._parent = weakref.ref(process_group.parent)  # gloo closes connections when nobody holds the group any more
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
-        self.rank = self._group.rank()
-        self.world_size = self._group.size()
+        self._ranks = ranks or range(self._group.size())  # in the group
+        self.rank, self.world_size = self._ranks.index(self._group.rank()), len(self._ranks)
 
     @property
     def _group(self) -> Any:
@@ -339,16 +340,12 @@ class QuorumExchange(Exchange):
         return torch.stack(rows)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
-        self.broadcast_among(data_B, src, range(self.world_size))
-
-    def broadcast_among(self, data_B: Tensor, src: int, ranks: Any) -> None:
-        """Sends `data_B` from `src` to each of `ranks`; these call it, all other workers do not."""
         if self.rank == src:
-            for rank in ranks:
-                if rank != src:
+            for rank in self._ranks:
+                if rank != self._ranks[src]:
                     self._run(lambda rank=rank: self._group.send([data_B], rank, 0))
         else:
-            self._run(lambda: self._group.recv([data_B], src, 0))
+            self._run(lambda: self._group.recv([data_B], self._ranks[src], 0))
 
     def _run(self, start: Any) -> None:
         work = None
@@ -359,23 +356,6 @@ class QuorumExchange(Exchange):
             del work  # it holds the connections too
             self._whole.abort()  # the calls of others then fail at once
             raise ExchangeError(f"exchange between {self.world_size} workers failed ({first_line(error)})") from error
-
-
-class HealExchange(Exchange):
-    """A worker and the workers that take its weights; all others wait. Only `broadcast`, from worker 0, works."""
-
-    def __init__(self, quorum: QuorumExchange, src: int, takers: list[int]) -> None:
-        self._quorum, self._src, self._takers = quorum, src, takers
-        ranks = [src, *takers]
-        self.rank, self.world_size = ranks.index(quorum.rank), len(ranks)
-
-    def broadcast(self, data_B: Tensor, src: int) -> None:
-        if src != 0:
-            raise ValueError(f"src is {src}, and only worker 0 of a heal gives")
-        self._quorum.broadcast_among(data_B, self._src, self._takers)
-
-    def all_gather(self, message_B: Tensor) -> Tensor:
-        raise NotImplementedError("weights go one way")
 
 
 class Quorum:
@@ -408,10 +388,10 @@ class Quorum:
         if failed is not None:
             raise ExchangeError(f"the workers of the quorum were not reached: {first_line(failed.original_exception)}")
 
-    def exchange(self, seconds: float | None = None) -> QuorumExchange:
-        """Returns an exchange between the workers. `seconds`: as in `QuorumExchange`."""
+    def exchange(self, seconds: float | None = None, ranks: Sequence[int] = ()) -> QuorumExchange:
+        """Returns an exchange between the workers. `seconds`, `ranks`: as in `QuorumExchange`."""
         try:
-            return QuorumExchange(self._manager._pg, seconds)
+            return QuorumExchange(self._manager._pg, seconds, ranks)
         except AssertionError:
             raise ExchangeError("the workers of the quorum were not reached") from None
 
