@@ -367,16 +367,17 @@ def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, 
 
 def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, None]:
     mapped = tuple((file, file.stat()) for file in files)
-    rows = [_map_tokens(file) for file in files]
+    rows, most = zip(*map(_map_tokens, files), strict=True)
     cuts = [len(row) - max(1, int(len(row) * config.val_fraction)) for row in rows]
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     if config.tokenizer in (None, "bytes", config.model):
-        return train, val, 1 + max(int(row.max(initial=0)) for row in rows), None
+        return train, val, 1 + max(most), None
     return train, val, len(load_tokenizer(config.tokenizer)), None
 
 
-def _map_tokens(file: Path) -> NDArray[Any]:
+def _map_tokens(file: Path) -> tuple[NDArray[Any], int]:
+    """Returns the tokens in a file, memory-mapped, and the largest one."""
     try:
         row: NDArray[Any] = np.load(file, mmap_mode="r") if file.suffix == ".npy" else np.memmap(file, np.uint16, "r")
     except Exception as error:  # numpy evaluates the header of a damaged file, which can fail in any way
@@ -386,7 +387,7 @@ def _map_tokens(file: Path) -> NDArray[Any]:
     least, most = int(row.min(initial=0)), int(row.max(initial=0))
     if least < 0 or most > MOST_TOKEN:
         raise InputError(f"--data {file}: holds numbers from {least} to {most}; tokens go from 0 to {MOST_TOKEN}")
-    return row
+    return row, most
 
 
 def _window(config: TrainConfig) -> int:
