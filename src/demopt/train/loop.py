@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +19,7 @@ from demopt.errors import DemoptError
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, sequences, validation_windows
 from demopt.train.method import Method
-from demopt.train.model import backward, loss_sum, precision, targets
+from demopt.train.model import backward, loss_sum, targets
 from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report
 from demopt.train.team import Team
@@ -134,30 +134,29 @@ def learning_rate(config: TrainConfig, step: int, part: float | None = None) -> 
 
 
 @torch.no_grad()
-def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, team: Team) -> float:
+def validation_loss(training: Training, windows: NDArray[np.int64]) -> float:
     """Returns the mean loss per token over all ranks' validation windows."""
-    forward.eval()
-    total = 0.0
-    for first in range(0, len(windows), config.batch):
-        with precision(config, team.device):
-            total += loss_sum(forward, windows[first : first + config.batch], team.device).item()
-    forward.train()
+    config, model, team = training.config, training.model, training.team
+    model.eval()
+    parts = [windows[first : first + config.batch] for first in range(0, len(windows), config.batch)]
+    total = sum(loss_sum(model, part, config, team.device).item() for part in parts)
+    model.train()
     summed, count = team.total([total, float(targets(windows))])
     return summed / max(1.0, count)
 
 
 def train_steps(training: Training, steps: Steps) -> None:
     """Takes the steps, and reports them, until the run is over or the worker is to stop."""
-    config, team, method, bad = training.config, training.team, training.method, 0
-    windows = validation_windows(training.corpus.val, config, team.rank, team.world_size)
+    config, bad = training.config, 0
+    windows = validation_windows(training.corpus.val, config, training.team.rank, training.team.world_size)
     rows: list[Row] = []  # not reported yet: their losses are this worker's until the workers exchange them
 
     def report() -> None:
         nonlocal bad
         row = rows[-1]
         if row["step"] % config.eval_every == 0 or steps.ended:
-            with method.shared():
-                row["val_loss"] = validation_loss(training.model, windows, config, team)
+            with training.method.shared():
+                row["val_loss"] = validation_loss(training, windows)
         for each in rows:
             with training.out.writing():
                 training.report.step(each)
@@ -172,7 +171,7 @@ def train_steps(training: Training, steps: Steps) -> None:
     while drawn := steps.draw():
         step, lr = steps.number, learning_rate(config, steps.number, steps.part)
         computing = time.perf_counter()
-        loss = _gradient(method, config, team, lr, drawn)
+        loss = _gradient(training, lr, drawn)
         computing = time.perf_counter() - computing
         rows.append({"step": step, "loss": loss, "lr": lr})
         pause = step % config.eval_every == 0 or step % config.save_every == 0 or steps.ended
@@ -187,17 +186,16 @@ def train_steps(training: Training, steps: Steps) -> None:
         report()
 
 
-def _gradient(
-    method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]
-) -> float:
+def _gradient(training: Training, lr: float, windows: Windows) -> float:
     """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
+    config, method, device = training.config, training.method, training.team.device
     method.set_lr(lr)
     method.optimizer.zero_grad()
     forward, loss, count = method.forward, 0.0, sum(map(targets, windows))
     for number, part in enumerate(windows, 1):
         early = number < len(windows)  # DDP synchronizes in the last pass
         with forward.no_sync() if early and isinstance(forward, DistributedDataParallel) else nullcontext():
-            loss += backward(forward, part, config, team.device, count)
+            loss += backward(forward, part, config, device, count)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(forward.parameters(), config.clip)
     return loss

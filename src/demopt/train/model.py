@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import hashlib
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -165,21 +164,16 @@ def autocasts(config: TrainConfig, device: torch.device) -> bool:
     return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
 
 
-def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    return torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device))
-
-
-def loss_sum(forward: nn.Module, windows: NDArray[np.int64], device: torch.device) -> Tensor:
+def loss_sum(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> Tensor:
     """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats.
 
     A token that is context only, such as of a question, is there as its complement -1 - token: it is no target.
     """
     signed = torch.from_numpy(windows).to(device)
-    tokens = torch.where(signed < 0, ~signed, signed)
-    logits = forward(input_ids=tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), signed[:, 1:].clamp(min=-1).flatten(), ignore_index=-1, reduction="sum"
-    )
+    tokens, wanted = torch.where(signed < 0, ~signed, signed)[:, :-1], signed[:, 1:].clamp(min=-1)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device)):
+        logits = forward(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum")
 
 
 def targets(windows: NDArray[np.int64]) -> int:
@@ -191,7 +185,6 @@ def backward(
     forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device, count: int
 ) -> float:
     """Backpropagates this pass's part of the mean loss over the step's `count` targets, and returns that part."""
-    with precision(config, device):
-        loss = loss_sum(forward, windows, device) * (1 / max(1, count))
+    loss = loss_sum(forward, windows, config, device) * (1 / max(1, count))
     loss.backward()
     return loss.item()
