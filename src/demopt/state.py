@@ -126,7 +126,7 @@ def check_sizes(state: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(f"the state has parameter groups of {saved} parameters, this optimizer of {mine}")
 
 
-def read(
+def read_state(
     state: StateDict,
     groups: Sequence[Any],
     settings: Sequence[Hyperparameters],

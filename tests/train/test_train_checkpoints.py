@@ -150,7 +150,7 @@ def trained(steps):
 
 def save(out, step):
     run = OutFolder(out)
-    saved = checkpoint.Saved(step, "text", TrainConfig().record(), 0)
+    saved = checkpoint.CheckpointRecord(step, "text", TrainConfig().record(), 0)
     with run.writing():
         checkpoint.save(run.checkpoints, saved, *trained(step), Team(0, 1, torch.device("cpu")))
 

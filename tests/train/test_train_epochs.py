@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from train_runs import metrics
 
 from demopt.exchange import SingleRank
-from demopt.train.checkpoint import Saved
+from demopt.train.checkpoint import CheckpointRecord
 from demopt.train.config import TrainConfig, resolve
 from demopt.train.data import Corpus, Tokens, numbered, sequences
 from demopt.train.loop import learning_rate
@@ -55,7 +55,7 @@ def test_every_sequence_is_read_once_per_epoch_by_ranks_whose_number_changes(dra
                 read.update(int(window[0]) // 8 for part in windows for window in part if window[1] >= 0)
                 rounds.sizes.fit(speeds)
         assert len({(each.number, each.tokens) for each in ranks}) == 1
-        resumed = Saved(ranks[0].number, "", {}, ranks[0].tokens)
+        resumed = CheckpointRecord(ranks[0].number, "", {}, ranks[0].tokens)
     assert resumed.tokens == 8 * number * epochs
     assert read == Counter(dict.fromkeys(range(number), epochs))
 

@@ -19,7 +19,7 @@ from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options
-from demopt.state import check_sizes, read
+from demopt.state import check_sizes, read_state
 from demopt.validation import check_choice
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
@@ -248,7 +248,7 @@ class DeMo(ReplicatedOptimizer):
             groups.append(plain(loaded))
             settings.append(_settings_of(groups[-1]))
             check_matrices(settings[-1].update, group["params"])
-        saved_of = read(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=False)
+        saved_of = read_state(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=False)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self.replicator.restore({parameter: saved.of_replicator for parameter, saved in saved_of.items()})

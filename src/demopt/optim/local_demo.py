@@ -39,7 +39,7 @@ from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.wiring import Facts, Options
-from demopt.state import SavedParameter, check_sizes, read
+from demopt.state import SavedParameter, check_sizes, read_state
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
@@ -545,7 +545,7 @@ class LocalDeMo(ReplicatedOptimizer):
             if weight not in self.replicator.state:
                 continue  # it was frozen when a state was loaded
             error = SavedParameter.of(self.replicator.state[weight])
-            global_weight, own = self._weights.saved(local, with_local)
+            global_weight, own = self._weights.of_state(local, with_local)
             shared = {**error.shared, "global": global_weight}
             shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
             found[local] = SavedParameter(shared, {**error.own, **own}, inner.get(local, {}))
@@ -604,7 +604,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        kept = self._rounds.saved()
+        kept = self._rounds.entry()
         return {**super().own_state_dict(), **({"folder": kept} if kept else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -612,9 +612,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._follow_inner()
         check_sizes(state_dict, self.param_groups)
         settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
-        saved_of = read(state_dict, self.param_groups, settings, whose, local=True)
+        saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
         kept = state_dict.get("folder") or {}
-        self._rounds.check_saved(kept)
+        self._rounds.check_entry(kept)
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         self._inner.load(state_dict["param_groups"], inner)

@@ -183,7 +183,7 @@ class LocalWeights:
             self.aside = {}
             self._copy((kept, local) for local, kept in aside.items())
 
-    def saved(self, local: Tensor, with_local: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def of_state(self, local: Tensor, with_local: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns a parameter's global weight, and what this rank has of its own, `with_local` its local one."""
         own = {"local": self.aside.get(local, local).detach()} if with_local else {}
         return self.global_of[local].detach(), own | ({"start": self.start_of[local]} if local in self.start_of else {})

@@ -22,7 +22,7 @@ from demopt.codec.decompress import decompress, sum_and_encode
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, Result, Route, count_faults, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, Result, Route, count_faults, read_result
 from demopt.wire.bits import pack_sections
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import SIGN_GRANULE, Layout, Section
@@ -107,7 +107,7 @@ class Owner(Route):
         self._sums, planes, owned = [], [], self._owned
         parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
         try:
-            flags, decoded = owned.check(read(owned, parts_WB), replace(header, layout=owned.layout.digest))
+            flags, decoded = owned.check(read_result(owned, parts_WB), replace(header, layout=owned.layout.digest))
             for chunk_group, received, errors in zip(self.chunk_groups, decoded, self.errors, strict=False):
                 sums, encoded = sum_and_encode(chunk_group, received, errors)
                 self._sums.append(sums)

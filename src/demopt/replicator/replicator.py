@@ -38,7 +38,7 @@ from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
 from demopt.replicator.attach import State, attach
 from demopt.replicator.rounds import Outcome, VaryingExchange
-from demopt.replicator.route import Result, read
+from demopt.replicator.route import Result, read_result
 from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import warn
@@ -288,7 +288,7 @@ class Replicator:
                 if current.result is None or current.result.messages is not messages:
                     current.result = None
                     with suppress(MessageError):  # its rows are no messages, which `check` reports
-                        current.result = read(current.wiring.route, messages)
+                        current.result = read_result(current.wiring.route, messages)
                 # another rank may have a new layout, or other settings
                 if current.result is not None and handshake_due(current.result.headers):
                     self.session.compare(current.wiring, number)
@@ -354,7 +354,7 @@ class Replicator:
         """
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
-            result = current.result = read(current.wiring.route, messages)
+            result = current.result = read_result(current.wiring.route, messages)
         return result if result.skipped is not None else self._decoded(current, result)
 
     def _decoded(self, current: Round, result: Result) -> Result:
@@ -456,7 +456,7 @@ class Replicator:
     def _read_ahead(self, current: Round, messages: Tensor) -> Result | None:
         """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
         with suppress(DemoptError):
-            result = read(current.wiring.route, messages)
+            result = read_result(current.wiring.route, messages)
             return result if handshake_due(result.headers) else self._decoded(current, result)
         return None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, MessageError
 from demopt.exchange import Meter
-from demopt.replicator.route import Result, read
+from demopt.replicator.route import Result, read_result
 from demopt.replicator.wiring import Wiring
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.message import NONFINITE, Header
@@ -60,7 +60,7 @@ class VaryingExchange(Meter):
 
 def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
     """Decodes and checks one message, uint8 [B]; MessageError, without a rank, if it cannot take part."""
-    result = read(wiring.route, message.unsqueeze(0).to(wiring.route.device))
+    result = read_result(wiring.route, message.unsqueeze(0).to(wiring.route.device))
     try:
         flags, result.decoded = wiring.route.check(result, replace(header, rank=0, world_size=1))
     except MessageError as error:
@@ -116,18 +116,18 @@ class Rounds:
         self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
         return None
 
-    def saved(self) -> dict[str, Any]:
-        """Returns what a saved state has of the rounds, such as a message whose round is undecided."""
+    def entry(self) -> dict[str, Any]:
+        """Returns the entry of a state that is about rounds, such as a message whose round is undecided."""
         return {}
 
-    def check_saved(self, saved: Any) -> None:
-        """Raises ValueError unless it is a result of `saved`."""
-        if not isinstance(saved, dict):
+    def check_entry(self, entry: Any) -> None:
+        """Raises ValueError unless it is a result of `entry`."""
+        if not isinstance(entry, dict):
             raise ValueError("the state's entry 'folder' is damaged")
 
-    def restore(self, saved: dict[str, Any]) -> bool:
-        """Takes what `saved` returned, in another process; whether a message in it is undecided."""
-        del saved
+    def restore(self, entry: dict[str, Any]) -> bool:
+        """Takes the result of `entry`, in another process; whether a message in it is undecided."""
+        del entry
         return False
 
     def observe(self) -> int:

@@ -56,7 +56,7 @@ class Result:
 class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.
 
-    A round calls `message`, `exchange`, then the function `read` (which may call `decode`), `check`, `apply` and
+    A round calls `message`, `exchange`, then the function `read_result` (which may call `decode`), `check`, `apply` and
     `subtract_sent`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses
     the network between nodes, and only `apply` changes parameters.
     """
@@ -138,7 +138,7 @@ class Route(ABC):
         return [section.checked(each.unsqueeze(0)) for section, each in pairs]
 
 
-def read(route: Route, messages: Tensor) -> Result:
+def read_result(route: Route, messages: Tensor) -> Result:
     """Reads the result of a route's `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
     fits = messages.dim() == 2 and messages.shape[1] == route.widths[1] and messages.dtype == torch.uint8
     if route.device.type == "cpu" or not fits:

@@ -51,7 +51,7 @@ class Options:
         return self.fingerprint_every > 0 and round_number % self.fingerprint_every == 0
 
 
-class Seen(NamedTuple):
+class SeenParameter(NamedTuple):
     """A parameter as the wiring has seen it; `group` is the number of its parameter group."""
 
     group: int
@@ -70,7 +70,7 @@ class Inputs:
     rank: int
     world_size: int
     values: list[tuple[Any, ...]]  # of hyperparameters.NAMES
-    parameters: list[Seen]
+    parameters: list[SeenParameter]
 
     @staticmethod
     def of(groups: list[dict[str, Any]], options: Options, rank: int, world_size: int) -> "Inputs":
@@ -80,7 +80,7 @@ class Inputs:
             found = [group.get(name) for name in NAMES]
             values.append(tuple([value.item() if isinstance(value, Tensor) else value for value in found]))
         parameters = [
-            Seen(number, id(p), p.dtype, p.device, p.requires_grad, p.shape)
+            SeenParameter(number, id(p), p.dtype, p.device, p.requires_grad, p.shape)
             for number, group in enumerate(groups)
             for p in group["params"]
         ]

@@ -589,7 +589,7 @@ class FolderRounds(Rounds):
 
     # This worker's state
 
-    def saved(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         run, current = self.run, self._open or self.replicator.round
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
             return self._restored.entry()
@@ -601,12 +601,12 @@ class FolderRounds(Rounds):
         found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
         return found.entry()
 
-    def check_saved(self, saved: Any) -> None:
-        SavedWorker.of(saved)
+    def check_entry(self, entry: Any) -> None:
+        SavedWorker.of(entry)
 
-    def restore(self, saved: dict[str, Any]) -> bool:
-        """Takes what `saved` returned. The worker joins the run again."""
-        found = self._restored = SavedWorker.of(saved)
+    def restore(self, entry: dict[str, Any]) -> bool:
+        """Takes the result of `entry`. The worker joins the run again."""
+        found = self._restored = SavedWorker.of(entry)
         self._sent = deque(found.sent if found else (), _REMEMBERED)
         self._forgotten = [*found.forgotten] if found else []
         self._open, self.run.joined = None, False

@@ -32,7 +32,7 @@ RUN = "run.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointRecord:
     """The record of a checkpoint: the run that wrote it, so that no other run resumes from it by mistake."""
 
     step: int
@@ -51,16 +51,18 @@ def newest(folder: Path) -> Path | None:
     return max(whole(folder), default=None)
 
 
-def read(path: Path) -> Saved:
+def read(path: Path) -> CheckpointRecord:
     """Reads the record of the checkpoint at `path`."""
     try:
-        found = Saved(**json.loads((path / RUN).read_text(encoding="utf-8")))
-        return Saved(int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens))
+        found = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
+        return CheckpointRecord(
+            int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens)
+        )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _unreadable(path, error) from None
 
 
-def find(folder: Path, config: TrainConfig, fingerprint: str) -> tuple[Path, Saved]:
+def find(folder: Path, config: TrainConfig, fingerprint: str) -> tuple[Path, CheckpointRecord]:
     """Returns the checkpoint to resume from; InputError if there is none or it belongs to another run."""
     found = newest(folder)
     if found is None:
@@ -71,7 +73,7 @@ def find(folder: Path, config: TrainConfig, fingerprint: str) -> tuple[Path, Sav
     return found, saved
 
 
-def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
+def save(folder: Path, saved: CheckpointRecord, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
     """Writes a checkpoint and deletes all but the last two. With LocalDeMo call it inside `shared()`."""
     target = folder / f"step-{saved.step:08d}"
     if team.first:

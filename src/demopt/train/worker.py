@@ -44,7 +44,7 @@ class Connected:
     in the epoch is the tokens so far, whatever the number of workers has been.
     """
 
-    def __init__(self, training: Training, resumed: checkpoint.Saved | None) -> None:
+    def __init__(self, training: Training, resumed: checkpoint.CheckpointRecord | None) -> None:
         self.training, self.config, self.sizes = training, training.config, BatchSizes(training.config)
         self.number, self.tokens = (resumed.step, resumed.tokens) if resumed else (0, 0)
         self._total = sequences(training.corpus.train, self.config) * (self.config.epochs or 0)
@@ -98,7 +98,7 @@ class Connected:
             return
         if isinstance(optimizer, LocalDeMo):
             optimizer.flush()  # after a stop that was asked for: no round stays in flight
-        saved = checkpoint.Saved(self.number, training.corpus.fingerprint, self.config.record(), self.tokens)
+        saved = checkpoint.CheckpointRecord(self.number, training.corpus.fingerprint, self.config.record(), self.tokens)
         with training.out.writing(), training.method.shared(), training.team.waiting():
             training.report.sync()
             checkpoint.save(training.out.checkpoints, saved, training.model, optimizer, training.team)
@@ -162,7 +162,7 @@ def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig
     return corpus, begin(with_vocabulary(config, corpus))
 
 
-def _introduce(training: Training, resumed: checkpoint.Saved | None) -> None:
+def _introduce(training: Training, resumed: checkpoint.CheckpointRecord | None) -> None:
     """Says what trains on which data, and how this start differs from the one before."""
     config, corpus, team, method = training.config, training.corpus, training.team, training.method
     size, report = team.world_size, training.report
