@@ -267,7 +267,7 @@ class Worker:
 
     def save(self) -> None:
         of_tokens = {name: getattr(self.tokens, name) for name in ("pending", "weights", "round_number")}
-        self.state = copy.deepcopy((self.made, of_tokens, self.folder.saved()))
+        self.state = copy.deepcopy((self.made, of_tokens, self.folder.entry()))
 
     def _later(self, call: Callable[[], None]) -> None:
         try:
