@@ -335,12 +335,12 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
         return np.frombuffer(b"".join(text.replace(b"\0", b" ") + b"\0" for text in texts), np.uint8)
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    rows = []
+    rows = [np.empty(0, dtype)]
     for first in range(0, len(texts), ENCODED_AT_ONCE):
         decoded = [text.decode("utf-8", "replace") for text in texts[first : first + ENCODED_AT_ONCE]]
-        for row in tokenizer(decoded, add_special_tokens=False)["input_ids"]:
-            rows.append(np.array(row + end, dtype))
-    return np.concatenate(rows) if rows else np.empty(0, dtype)
+        found = tokenizer(decoded, add_special_tokens=False)["input_ids"]
+        rows += [np.array(row + end, dtype) for row in found]
+    return np.concatenate(rows)
 
 
 def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, float | None]:

@@ -74,13 +74,12 @@ def train(config: TrainConfig) -> int:
 def explain(failures: dict[int, ProcessFailure], out: OutFolder) -> InputError | DemoptError:
     """Builds the error that names the rank that failed first, and the cause; later failures only follow from it."""
 
-    def suspicion(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
-        """The least for the root: torch's launcher ends the others by SIGTERM, or they echo the failure; then time."""
-        failure = item[1]
+    def follows(failure: ProcessFailure) -> bool:
+        """Whether torch's launcher ended it by SIGTERM, or it echoes the failure of another."""
         echo = ECHO.search(" ".join(_details(failure)[:2])) is not None
-        return echo or failure.exitcode == -signal.SIGTERM, failure.timestamp
+        return echo or failure.exitcode == -signal.SIGTERM
 
-    rank, first = min(failures.items(), key=suspicion)
+    rank, first = min(failures.items(), key=lambda item: (follows(item[1]), item[1].timestamp))
     kind, text, trace = _details(first)
     if kind in MISTAKES:
         return InputError(text)
