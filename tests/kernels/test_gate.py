@@ -1,7 +1,6 @@
 """No tensor gets to C that is not what C takes it for: a wrong one is refused in words, or gives the right bits."""
 
 import ast
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,12 +256,9 @@ def test_step_refuses_a_parameter_whose_data_got_another_shape(kind: str, kernel
         if number == 1:
             kept, parameters[0].data = parameters[0].data, torch.zeros(shape)
             parameters[0].grad = torch.ones(shape)
-            others = [parameter.detach().clone() for parameter in parameters[1:]]
-            with pytest.raises(
-                ValueError, match=r"parameter 0.* had shape \[33, 20\] and has .* its data was replaced"
-            ):
+            says = r"parameter 0.* had shape \[33, 20\] and has .* its data was replaced"
+            with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
                 optimizer.step()
-            assert problems.same([parameter.detach() for parameter in parameters[1:]], others)
             parameters[0].data = kept
             problems.set_gradients(parameters, number)
         optimizer.step()
@@ -274,10 +270,9 @@ def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(
     problems.set_gradients(parameters, 0)
     messages = optimizer.exchange(optimizer.extract())
     kept, parameters[1].data = parameters[1].data, torch.zeros(shape)
-    before = copy.deepcopy(parameters)
-    with pytest.raises(ValueError, match=r"\['params'\]\[1\] was .* when gradients were extracted"):
+    says = r"\['params'\]\[1\] was .* when gradients were extracted"
+    with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
         optimizer.apply(messages)
-    assert problems.same([p.detach() for p in parameters], [p.detach() for p in before])
     parameters[1].data = kept
     optimizer.apply(messages)
 

@@ -40,31 +40,26 @@ class Sam(torch.optim.SGD):
         return loss
 
 
-def _sam(rank: int, world_size: int) -> tuple[int, int, list[float]]:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    inner = Sam(model.parameters())
-    optimizer = LocalDeMo(inner, sync_every=2)
-    torch.manual_seed(10 + rank)
-    losses = []
-    for _ in range(6):
-        x = torch.randn(4, 8)
+def _sam(exchange: Exchange) -> tuple[int, int, list[float]]:
+    optimizer: Any = problems.local(exchange, [(8, 8)], Sam, sync_every=2)
+    (weight,), losses = problems.all_parameters(optimizer), []
+    for step in range(6):
+        x = problems.draw((4, 8), exchange.rank, step)
 
         def closure(x: Tensor = x) -> Tensor:
             optimizer.zero_grad()
-            loss = (model(x) - x).square().mean()
+            loss = (x @ weight - x).square().mean()
             loss.backward()
             return loss.detach()
 
         first = float(closure())
-        second = float(optimizer.step(closure))
-        assert second > first  # of the place that it has climbed to
-        losses.append(second)
-    return optimizer.fingerprint(), inner.passes, losses
+        losses.append(float(optimizer.step(closure)))
+        assert losses[-1] > first  # of the place that it has climbed to
+    return optimizer.fingerprint(), optimizer.inner[0].passes, losses
 
 
 def test_sam_gets_the_closure_in_its_step() -> None:
-    (one, passes, losses), (other, _, _) = ranks.run(_sam, 2)
+    (one, passes, losses), (other, _, _) = ranks.threads(_sam, 2)
     assert one == other
     assert passes == 6
     assert losses[-1] < losses[0]

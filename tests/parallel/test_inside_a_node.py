@@ -1,5 +1,6 @@
 """Ranks of a node that hold copies of a parameter: tensor parallelism with SequenceParallel, and two-level meshes."""
 
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -18,28 +19,21 @@ from demopt.exchange.dtensor import shard_of
 NAMES = ("replicate", "inside")
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """A norm whose input is cut along the sequence, and an MLP whose features are cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "relu": nn.ReLU(), "down": nn.Linear(32, 16)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
     """The block over the ranks of one dimension of a mesh: `norm` is replicated, and its gradients are Partial."""
-    torch.manual_seed(0)
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    return parallelize_module(Block(), mesh, plan)
+    return parallelize_module(block(), mesh, plan)
 
 
 def backward(model: nn.Module, rank: int, step: int) -> None:
@@ -61,8 +55,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[int, str, dict[str, Tensor]]:
     """One element of a copy changes on rank 3 after the third step; fingerprints are compared every second round."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-    torch.manual_seed(0)
-    model = sequence_parallel(mesh["inside"]) if where == "tensor parallel" else Block()
+    model = sequence_parallel(mesh["inside"]) if where == "tensor parallel" else block()
     group = mesh["replicate"] if where == "tensor parallel" else mesh
     optimizer = problems.optimizer_of(kind, model.parameters(), process_group=group, fingerprint_every=2)
     said, at = "", -1

@@ -236,15 +236,11 @@ def test_pickle_refuses_a_process_group_that_was_given() -> None:
         problems.by_pickle(problems.demo(exchange=SingleRank()))
 
 
-class _Mixed(torch.nn.Module):
-    """A frozen layer and three kinds of parameters, in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = torch.nn.Linear(17, 20, dtype=torch.bfloat16)
-        self.head = torch.nn.Linear(20, 2, bias=False, dtype=torch.bfloat16)
-        self.frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+def _mixed() -> torch.nn.Module:
+    """Parameters in bfloat16, and a frozen one."""
+    torch.manual_seed(0)
+    frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+    return torch.nn.Sequential(torch.nn.Linear(17, 20), torch.nn.Linear(20, 2, bias=False)).bfloat16().append(frozen)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -252,7 +248,7 @@ class _Mixed(torch.nn.Module):
 def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> None:
     """They give an optimizer without state one by stepping it, which changes momenta, and hangs if one rank saves."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, other = _Mixed(), _Mixed()
+    model, other = _mixed(), _mixed()
     recorder = problems.Recorder()
     optimizer, loaded = (DeMo(each.parameters(), process_group=recorder, **problems.SMALL) for each in (model, other))
     problems.train(optimizer, range(steps))
