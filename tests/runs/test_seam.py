@@ -158,6 +158,18 @@ def test_message_under_a_second_name_counts_once_after_an_error(store):
     assert (second.run.last.row, second.digest) == (1, first.digest)
 
 
+def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(store):
+    worker = Worker(store, 0).join()
+    worker.run.note = {"loss": 1}
+    decide, worker.run._manifest_of = worker.run._manifest_of, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        worker.round()
+    worker.run.note["loss"], worker.run._manifest_of = 2, decide
+    worker.optimizer.flush()
+    (sender,) = worker.run.decided.senders
+    assert (sender.worker, sender.note, worker.run.last.row) == ("w0", {"loss": 1}, 0)
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 

@@ -68,14 +68,17 @@ class Codec:
     clip_to_median: bool | None = None
     kernels: str = "auto"
 
-    def hyperparameters(self, top_k: int | None = 1, in_folder: bool = False) -> dict[str, Any]:
-        """Returns the settings as parameter groups hold them, with defaults filled in; kernels are no part of these."""
+    def hyperparameters(self, top_k: int | None = 1, clips: bool = False) -> dict[str, Any]:
+        """Returns the settings as parameter groups hold them, with defaults filled in; kernels are no part of these.
+
+        `clips`: the default of clip_to_median.
+        """
         found = asdict(self)
         del found["kernels"]
         if self.reduction is None:
             found["reduction"] = "mean" if top_k is None else "senders"
         if self.clip_to_median is None:
-            found["clip_to_median"] = in_folder
+            found["clip_to_median"] = clips
         return found
 
 

@@ -130,7 +130,7 @@ class LocalDeMo(ReplicatedOptimizer):
         check_number("outer_momentum", outer_momentum, high=1.0)
         in_folder = isinstance(process_group, VaryingExchange) and route != "owner"
         settings = {
-            **codec.hyperparameters(top_k, in_folder),
+            **codec.hyperparameters(top_k, clips=in_folder),
             "top_k": top_k,
             "alpha": 1.0,
             "lr": check_number("outer_lr", outer_lr, open_low=True),
@@ -448,7 +448,7 @@ class LocalDeMo(ReplicatedOptimizer):
         try:
             self._rounds.catch_up()
         finally:
-            if not self._weights.have_start:
+            if not self._weights.have_start:  # otherwise, after `keep` or `depart`, local steps count on from there
                 self._weights.adopt()
 
     def _extract(self, sends: bool = False) -> Round:
@@ -469,7 +469,9 @@ class LocalDeMo(ReplicatedOptimizer):
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)
-        elif self.replicator.stats.skipped:
+        elif (
+            self.replicator.stats.skipped
+        ):  # `apply` says so; a round that it has not reached is followed by `_catch_up`
             self._weights.keep(finite)
         else:
             self._weights.adopt()

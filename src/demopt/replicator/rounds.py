@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +59,13 @@ class VaryingExchange(Meter):
 
 
 def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
-    """Decodes and checks one message, uint8 [B]; MessageError, without a rank, if it cannot take part."""
+    """Decodes and checks one message, uint8 [B]; MessageError, without a rank, if it cannot take part.
+
+    `header`: of this rank's message; where senders vary each message is by rank 0 of 1.
+    """
     result = read_result(wiring.route, message.unsqueeze(0).to(wiring.route.device))
     try:
-        flags, result.decoded = wiring.route.check(result, replace(header, rank=0, world_size=1))
+        flags, result.decoded = wiring.route.check(result, header)
     except MessageError as error:
         raise MessageError(error.reason) from None
     if flags & NONFINITE:

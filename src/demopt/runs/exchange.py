@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
-_JUST = 10.0  # seconds for which a manifest that was there is there: then a message is put without looking
+_STILL_THERE = 10.0  # seconds for which a manifest that was there is there: then a message is put without looking
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
@@ -274,9 +274,12 @@ class FolderExchange(VaryingExchange):
     # A round
 
     def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
-        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
+        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long.
+
+        Forgets which numbers were read that the manifest before counts as read.
+        """
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
-        _as_json("note", self.note, _MOST_NOTE)
+        note = _as_json("note", self.note, _MOST_NOTE)
         theirs = self._reading
         if self.total and theirs and theirs.total != self.total:
             raise SettingsError(
@@ -289,7 +292,7 @@ class FolderExchange(VaryingExchange):
             reads = Reads(len(self._read), self.wanted, self.total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=self.note,
+            leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(envelope, self.decided, self.round_began)
@@ -312,14 +315,14 @@ class FolderExchange(VaryingExchange):
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
         # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
         # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
-        in_time = began - attached.round_began < min(_JUST, SLACK * mine.seconds + self.late)
+        in_time = began - attached.round_began < min(_STILL_THERE, SLACK * mine.seconds + self.late)
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
-        calls: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
-        calls += [self._hears_stop] if reads_wish else []
-        calls += [partial(self._put, mine)] if puts_at_once else []
-        found = self._all(calls)
+        together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
+        together += [self._hears_stop] if reads_wish else []
+        together += [partial(self._put, mine)] if puts_at_once else []
+        found = self._all(together)
         mine = found[-1] if puts_at_once else mine
-        put_at, waited_for = time.monotonic(), tuple[str, ...]()
+        put_at, waited_for = time.monotonic(), tuple[str, ...]()  # or when it found that the round is over
         if (manifest := inbox.read_manifest()) is None:
             if not puts_at_once:
                 (mine,) = inbox.read_new(partial(self._put, replace(mine, stop=self._heard_stop < math.inf)))
@@ -341,7 +344,9 @@ class FolderExchange(VaryingExchange):
             error = DriftError(number, [], told)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        overlooked = row is None and at - put_at > _SEEN and mine.worker not in manifest.refused
+        overlooked = (
+            row is None and at - put_at > _SEEN and bool(manifest.senders) and mine.worker not in manifest.refused
+        )
         return FolderOutcome(
             row, result, error, manifest=manifest, envelope=mine, needed=put_at - attached.round_began,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
@@ -548,11 +553,12 @@ class FolderExchange(VaryingExchange):
             self.say(text)
 
 
-def _as_json(name: str, value: Any, most: int) -> None:
-    """Raises ValueError if a value is not of JSON's types, or takes more than `most` bytes."""
+def _as_json(name: str, value: Any, most: int) -> Any:
+    """Returns a copy of a value; ValueError if it is not of JSON's types, or takes more than `most` bytes."""
     try:
-        size = len(json.dumps(value, allow_nan=False).encode())  # of finite numbers, as `json_of` reads it
+        text = json.dumps(value, allow_nan=False)  # of finite numbers, as `json_of` reads it
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
-    if size > most:
-        raise ValueError(f"{name} takes {size:,} bytes as JSON; give at most {most:,}")
+    if len(text.encode()) > most:
+        raise ValueError(f"{name} takes {len(text.encode()):,} bytes as JSON; give at most {most:,}")
+    return json.loads(text)

@@ -313,7 +313,7 @@ class FolderRounds(Rounds):
     def _take_turn(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one."""
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
-        senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
+        senders = len(outcome.manifest.senders) or 1  # a round that moves nothing has none
         has_turn = rest == 0 and outcome.row == turn % senders
         leaves = outcome.envelope.leaves or self.run.stopping
         if has_turn or (leaves and outcome.row in (None, 0)):
@@ -449,10 +449,10 @@ class FolderRounds(Rounds):
         names, last = [sender.worker for sender in manifest.senders], run.last
         self._sent[place] = Sent(number, manifest.digest, worker, worker in names)
         sent = last.envelope if last and (last.envelope.round, last.envelope.worker) == (number, worker) else None
-        if last and sent:
-            run.last = replace(last, row=names.index(worker) if worker in names else None)
         if (worker in names) == was_listed:
             return True
+        if last and sent:
+            run.last = replace(last, row=names.index(worker) if worker in names else None)
         name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
         if not sent and (data := run.store.get(name, most)):
             sent = log.read_message(name, data, run.record.identity, number, worker)

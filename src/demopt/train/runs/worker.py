@@ -290,9 +290,12 @@ class Worker:
         run, last, report = self.run, self.run.last, self.report
         if last is None or last is self._last:
             return
-        self._last, manifest = last, last.manifest
-        if last.row is None:
-            self._sequences += int(numbers_of(last.envelope.note).get("sequences", 0))
+        before, self._last, manifest = self._last, last, last.manifest
+        unsent = int(numbers_of(last.envelope.note).get("sequences", 0))
+        if before is not None and before.envelope is last.envelope:  # a fork has decided the round otherwise
+            self._sequences += unsent if last.row is None else -unsent
+            return
+        self._sequences += unsent if last.row is None else 0
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
