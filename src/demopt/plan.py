@@ -258,7 +258,7 @@ def of_config(config: TrainConfig) -> Model:
 
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
     """Plans a model with the settings of two runs; ValueError or TypeError if an optimizer refuses one."""
-    from demopt.codec.compress import Workspace
+    from demopt.codec.steps import Workspace
     from demopt.exchange import SingleRank
     from demopt.replicator.wiring import make_route
     from demopt.train.method import make_optimizer, memory_of

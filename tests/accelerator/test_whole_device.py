@@ -15,7 +15,6 @@ import demopt
 import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
-from demopt.codec import decompress
 from demopt.exchange import Exchange, SingleRank
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
@@ -96,7 +95,7 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
         parameter.grad = torch.ones_like(parameter)
     weights = 4 * (1 << 20) * 4
     known = before + weights * MOST[kind][0] + (0 if on_host else TABLES)
-    with mock.patch.object(decompress, "_BATCH_ELEMENTS", 1 << 20):  # a matrix
+    with mock.patch("demopt.codec.steps._BATCH_ELEMENTS", 1 << 20):  # a matrix
         for _ in range(3):
             toy.memory()
             optimizer.step()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace, subtract
-from demopt.codec.decompress import decompress, sum_and_encode
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.codec.steps import Workspace, decompress, subtract, sum_and_encode
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
 from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, Result, Route, count_faults, read_result

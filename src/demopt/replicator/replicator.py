@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from demopt.codec.compress import Workspace, compress
 from demopt.codec.gradients import all_usable, check_gradients, gradients_of
+from demopt.codec.steps import Workspace, compress
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace, subtract, subtract_sent
-from demopt.codec.decompress import decompress
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.codec.steps import Workspace, decompress, subtract, subtract_sent
 from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
 from demopt.wire.bits import Faults

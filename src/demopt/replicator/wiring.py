@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup, build
-from demopt.codec.compress import Workspace
 from demopt.codec.gradients import check_matrices
 from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
+from demopt.codec.steps import Workspace
 from demopt.core.exact import guard_bits
 from demopt.exchange.dtensor import shard_groups, to_local
 from demopt.kernels.gate import check_in_host_memory
