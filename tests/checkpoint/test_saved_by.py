@@ -103,20 +103,6 @@ def test_state_round_trips_by_torchs_functions_with_one_checkpoint_per_rank(
     assert ranks.run(_by_dcp, 3, kind, str(tmp_path / "checkpoint"), flat, True) == [[]] * 3
 
 
-def _resumed_by_torch(rank: int, world_size: int, folder: str) -> list[str]:
-    """A new LocalDeMo, loaded by torch's own functions."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for steps in (3, 0):
-        model = _Model()
-        optimizer = carriers.build("LocalDeMo", parameters=list(model.parameters()))
-        carriers.advance(optimizer, range(steps), rank)
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
-        if steps:
-            dcp.save(state, checkpoint_id=folder)
-    dcp.load(state, checkpoint_id=folder)
-    return problems.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
-
-
 @pytest.mark.parametrize("name", ["owner_start", "owner_error"])
 def test_damaged_owners_error_is_refused_and_nothing_changes(name: str) -> None:
     state = carriers.build(carriers.OWNERS).state_dict()
@@ -137,25 +123,18 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str) -> 
     state, before = carriers.saved(new), _own(new)
     weights, group = new.fingerprint(), copy.deepcopy(new.param_groups[0]["lr"])
     inner = () if kind == "DeMo" else ("exp_avg", "exp_avg_sq", "step")
-    for name in state["state"][number].keys() - {*inner}:
+    for name in state["state"][number].keys() - {"saved_by", "global", "local", *inner}:
         good = torch.as_tensor(state["state"][number][name])
-        odd = [
-            "text",
-            None,
-            torch.full_like(good.float(), torch.nan),
-            good.to(torch.complex64),
-            good.to("meta"),
-            torch.zeros(3, 5),
-        ]
-        for value in odd if name not in ("saved_by", "global", "local") else odd[:0]:
+        wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
+        for value in ("text", None, *wrong):
             damaged = copy.deepcopy(state)
             damaged["state"][number][name] = value
             damaged["param_groups"][0]["lr"] = 0.5
             with pytest.raises(ValueError, match="parameter 2"):
                 new.load_state_dict(damaged)
-        damaged = copy.deepcopy(state)
-        damaged["state"][number]["saved_by"] = "text"
-        new.load_state_dict(damaged)
+    damaged = copy.deepcopy(state)
+    damaged["state"][number]["saved_by"] = "text"
+    new.load_state_dict(damaged)
     for odd_state in ([], None, {"state": [1]}, {"state": {0: 1}}, {"param_groups": [1]}):
         with pytest.raises(TypeError, match="no optimizer's state"):
             new.load_state_dict(odd_state)
@@ -176,6 +155,20 @@ def test_state_that_an_inner_optimizer_refuses_changes_none_of_them() -> None:
         optimizer.load_state_dict(damaged)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
     carriers.advance(optimizer, range(4, 6), 0)
+
+
+def _resumed_by_torch(rank: int, world_size: int, folder: str) -> list[str]:
+    """A new LocalDeMo, loaded by torch's own functions."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for steps in (3, 0):
+        model = _Model()
+        optimizer = carriers.build("LocalDeMo", parameters=list(model.parameters()))
+        carriers.advance(optimizer, range(steps), rank)
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+        if steps:
+            dcp.save(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)
+    return problems.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
 
 
 def test_loading_a_new_local_without_its_inner_states_warns(tmp_path: Any) -> None:

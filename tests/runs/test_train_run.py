@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
 class Machines:
     """Processes of one run, whose rounds begin when `allow` says so."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, command: Callable[..., str]) -> None:
+        self.command = command
         self.place, self.run = place, str(place / "run")
         self.allowed, self.started = place / "allowed", list[Any]()
         self.allowed.mkdir()
@@ -129,9 +131,7 @@ class Machines:
 
     def told(self, command: str, *more: str) -> str:
         """What a command prints about the run."""
-        done = forked.demopt(command, self.run, *self.key_flags, *more)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return self.command(command, self.run, *self.key_flags, *more)
 
     def said(self, out: str) -> str:
         return (self.place / f"{out}.log").read_text()
@@ -181,8 +181,8 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path):
-    made = Machines(tmp_path)
+def machines(tmp_path, command):
+    made = Machines(tmp_path, command)
     yield made
     for process in made.started:
         process.kill()
@@ -227,7 +227,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machi
     for name, value in machines.environment.items():
         assert not name.endswith("_KEY") or value not in machines.said("first")
     if machines.key:
-        assert "run is damaged" in forked.demopt("status", machines.run).stderr
+        assert "run is damaged" in machines.command("status", machines.run, code=1)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.manifest(10)
     told = machines.told("status")
     assert re.search(r"epoch 0\.\d\d of 1  ", told), told
-    forked.demopt("stop", machines.run)
+    machines.told("stop")
     machines.allow(12)
     assert machines.code(third) == 130, machines.said("third")
     machines.allow(999)
@@ -357,17 +357,14 @@ def test_each_sequence_counts_in_one_message(machines, delay):
         (("doctor", "--peers", "a..b"), "--peers a..b: no address for this name"),
     ],
 )
-def test_mistakes_are_told_in_one_line(machines, words, told):
+def test_mistakes_are_told_in_one_line(machines, command, words, told):
     given = [word.replace("RUN", machines.run) for word in words]
-    data = [*machines.data, "--out", str(machines.place / "out")] if words[0] == "train" else []
-    done = forked.demopt(*given, *data)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert done.stderr.count("\n") == 1
+    data = [*machines.data, "--out", machines.place / "out"] if words[0] == "train" else []
+    assert told in command(*given, *data, code=2)
     assert words[1] != "RUN" or not Path(machines.run).exists()
 
 
-def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replayed(machines):
+def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replayed(machines, command):
     base = models.save_tiny(machines.place / "base")
     chats = models.save_chats(machines.place / "chats.jsonl")
     more = "--sequence 32 --batch 2 --warmup 3 --eval-sequences 6 --lora 2 --keep-log --checkpoint-every 2 --steps 40"
@@ -375,13 +372,13 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     first = machines.start("train", "--run", machines.run, *more.split(), *own, out="first")
     machines.reach(2)
     moved = base.rename(machines.place / "moved")
-    told = forked.demopt("join", machines.run, "--out", machines.place / "x").stderr
+    told = command("join", machines.run, "--out", machines.place / "x", code=2)
     assert f"the run's model is {base}, which is not here: give a copy of it by --model" in told
     other = models.save_tiny(machines.place / "other", seed=2)
-    told = forked.demopt("join", machines.run, "--out", machines.place / "x", "--model", other).stderr
+    told = command("join", machines.run, "--out", machines.place / "x", "--model", other, code=2)
     assert "these are not the weights that the run began with" in told
-    seen = forked.demopt("export", machines.run, "--out", machines.place / "early", "--model", moved)
-    assert seen.stdout.startswith("the model after 3 rounds is in"), seen.stderr
+    seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved)
+    assert seen.startswith("the model after 3 rounds is in")
     assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
     second = machines.join("second", "--model", moved, at=3)
     machines.allow(99)
@@ -389,55 +386,53 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     assert machines.ended(first, "first") == digest
     assert machines.told("replay") == f"weights after 8 rounds: sha256 {digest}\n"
     for out, words in (("late", ()), ("whole", ("--merge",))):
-        done = forked.demopt("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
-        assert done.returncode == 0, done.stderr
+        command("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
     places = (machines.place / out for out in ("first/model", "second/model", "late", "early"))
     trained, same, exported, early = ((place / "adapter_model.safetensors").read_bytes() for place in places)
     assert trained == same == exported != early
     assert (machines.place / "whole" / "model.safetensors").exists()
 
 
-def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
+def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     machines.allow(99)
     machines.ended(machines.train("first", steps=5), "first")
     other = machines.place / "other.txt"
     other.write_text("something else entirely. " * 400)
     again = ["train", "--run", machines.run, *SMALL, "--steps", "5", "--out", str(machines.place / "out")]
-    told = forked.demopt(*again, "--data", str(other)).stderr
+    told = command(*again, "--data", str(other), code=2)
     assert "the text or tokenizer here is not that of the run in" in told
-    told = forked.demopt(*again, "--lr", "0.5", *machines.data).stderr
+    told = command(*again, "--lr", "0.5", *machines.data, code=2)
     assert "--lr is 0.5, and the run in" in told
-    told = forked.demopt("join", machines.run, "--model", str(machines.place / "first" / "model")).stderr
+    told = command("join", machines.run, "--model", str(machines.place / "first" / "model"), code=2)
     assert told == f"demopt: the run in {machines.run} began with a fresh model; leave out --model\n"
     text = Path(machines.data[1])
     text.rename(machines.place / "moved.txt")
-    told = forked.demopt("join", machines.run, "--out", str(machines.place / "late")).stderr
+    told = command("join", machines.run, "--out", str(machines.place / "late"), code=2)
     assert f"the run's text is {text}, which is not here: give a copy of it by --data" in told
     (machines.place / "moved.txt").rename(text)
-    done = forked.demopt("join", machines.run, "--out", str(machines.place / "late"))
-    assert done.returncode == 0, done.stderr
-    assert f"reading {text}" in done.stdout
-    assert "the model is in" in done.stdout
+    told = command("join", machines.run, "--out", machines.place / "late")
+    assert f"reading {text}" in told
+    assert "the model is in" in told
     shutil.copytree(machines.run, machines.place / "broken")
     shutil.rmtree(machines.place / "broken" / "start")
     shutil.rmtree(machines.place / "broken" / "checkpoints")
     for _ in range(2):  # a command that failed before it trained leaves --out free
         broken = ("train", "--run", str(machines.place / "broken"), "--timeout", "1", *again[3:], *machines.data)
-        told = forked.demopt(*broken).stderr
+        told = command(*broken, code=1)
         assert "has no object start/" in told
 
 
-def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run(machines, monkeypatch):
+def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run(machines, command, monkeypatch):
     machines.allow(99)
     digest = machines.ended(machines.train("first", steps=5), "first")
     run, away, load, sleep = Path(machines.run), machines.place / "away", worker.load_corpus, time.sleep
     monkeypatch.setattr(worker, "load_corpus", lambda config: (run.rename(away), load(config))[1])
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if run.exists() else away.rename(run))
-    done = forked.demopt("join", run, "--out", machines.place / "second")
-    assert (away.exists(), digest in done.stdout) == (False, True), done.stdout
+    assert digest in command("join", run, "--out", machines.place / "second")
+    assert not away.exists()
 
 
-def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(machines):
+def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(machines, command):
     first = machines.train("first", steps=20)
     machines.reach(1)
     machines.kill(first)
@@ -447,9 +442,8 @@ def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(m
     train = ["train", "--run", run, *SMALL, "--steps", 20, *machines.data, *own]
 
     def refused(told, *words):
-        done = forked.demopt(*words)
-        assert re.search(told, done.stderr), done.stdout + done.stderr
-        assert (done.returncode, done.stderr.count("\n"), metrics.read_bytes()) == (2, 1, rows)
+        assert re.search(told, command(*words, code=2))
+        assert metrics.read_bytes() == rows
 
     for more in ([], ["--resume"], ["--resume-auto"]):
         refused("is no folder here; is its disk mounted.*--overwrite", *train, *more)
@@ -461,7 +455,7 @@ def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(m
         refused("--out .*first holds another run than", *words)
     shutil.rmtree(run)
     away.rename(run)
-    assert forked.demopt(*train, "--resume-auto").returncode == 0
+    command(*train, "--resume-auto")
     assert metrics.read_bytes().startswith(rows.splitlines()[0])
 
 

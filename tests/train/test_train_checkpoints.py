@@ -26,6 +26,11 @@ from forked import CONTEXT
 # Resuming
 
 
+def last_of(out):
+    """What is known of a run's newest checkpoint."""
+    return checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints))
+
+
 @pytest.mark.parametrize("case", ["adamw", "local", "delay"])
 def test_run_killed_after_step_11_resumes_bit_for_bit(case, runs, tmp_path):
     """local and delay: from step 9, between two rounds, with delay after the one in flight."""
@@ -42,7 +47,7 @@ def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for
         assert ("stopping after this step; once more to stop at once" in told) == (not more)
         assert f"stopped after step {number} of 12, saved; go on with: demopt train --resume --out {out}" in told
         assert "Traceback" not in told
-        assert checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints)).step == steps_done(out) == number
+        assert last_of(out).step == steps_done(out) == number
     resume_as(finished[0], out)
 
 
@@ -54,7 +59,7 @@ def test_closed_terminal_and_an_output_that_nobody_reads_lose_no_step(tmp_path, 
     process.stderr.close()
     process.send_signal(signal.SIGHUP)
     assert process.wait(train_runs.LIMIT) == 129
-    assert checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints)).step == steps_done(out) == 5
+    assert last_of(out).step == steps_done(out) == 5
 
 
 def test_signal_that_is_ignored_as_under_nohup_stays_so():
@@ -79,7 +84,7 @@ def test_second_signal_stops_at_once(tmp_path, text):
 @pytest.mark.parametrize(("case", "workers"), [("delay", 3), ("adamw", 1)])
 def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, runs, tmp_path):
     out = as_killed(runs(case)[0], tmp_path / "run")
-    before = checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints))
+    before = last_of(out)
     each = 2 * 32 * (2 if case == "adamw" else 1)  # of a worker in a step, which AdamW takes in two passes
     assert (before.settings["workers"], before.tokens) == (2, before.step * 2 * each)
     done = train_runs.resume(out, "--workers", workers)
@@ -88,11 +93,10 @@ def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, 
     assert "UserWarning" not in done.stderr
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    tokens = [before.tokens + (row["step"] - before.step) * workers * each for row in rows[before.step :]]
-    assert [row["tokens"] for row in rows[before.step :]] == tokens
+    for row in rows[before.step :]:
+        assert row["tokens"] == before.tokens + (row["step"] - before.step) * workers * each
     assert rows[-1]["loss"] < rows[0]["loss"]
-    after = checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints))
-    assert (after.settings["workers"], after.tokens) == (workers, rows[-1]["tokens"])
+    assert (last_of(out).settings["workers"], last_of(out).tokens) == (workers, rows[-1]["tokens"])
 
 
 def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
