@@ -2,7 +2,7 @@
 
     launch      starts the workers of this machine, and reports how they ended
     worker      one worker, from joining the others to the last file       loop     its training steps
-    checkpoint  saves and finds checkpoints       report   metrics, progress, tracker, table
+    checkpoint  saves and finds checkpoints       report   metrics, progress, tracker, table, picture
     method      optimizers, and their costs       data     text to tokens to batches
     model       decoder, losses                   team     ranks, devices, addresses, small collectives
     out         the files in --out                config   all settings

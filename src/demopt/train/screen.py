@@ -44,25 +44,21 @@ class Screen(ExitStack):
 
     def step(self, row: Row) -> None:
         """Shows a step: the first and the last one, those with an evaluation, and others from time to time."""
-        now = time.monotonic()
+        now, epochs = time.monotonic(), self._config.epochs
+        part = row.get("epoch", 0.0) / epochs if epochs else row["step"] / (self._config.steps or 1)  # of the run
         self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
-        fields = self._fields(row, now)
+        fields = self._fields(row, part, now)
         if row["step"] - self._done >= WARM_UP and self._warm is None:
-            self._warm = row["step"], self._part(row), now
+            self._warm = row["step"], part, now
         told = row["step"] in (self._done + 1, self._config.steps) or "val_loss" in row
         if self._live is not None and (told or now - self._shown >= BAR_SECONDS):
-            self._live.update(self._bar(self._part(row), fields), refresh=True)
+            self._live.update(self._bar(part, fields), refresh=True)
             self._shown = now
         if told or (self._live is None and now - self._shown >= QUIET_SECONDS):
             self.say(fitting(fields, LINE if self._live is None else min(LINE, self._console.width)))
             self._shown = now
 
-    def _part(self, row: Row) -> float:
-        """Returns the part of the run that is done."""
-        epochs = self._config.epochs
-        return float(row.get("epoch", 0.0) / epochs if epochs else row["step"] / (self._config.steps or 1))
-
-    def _fields(self, row: Row, now: float) -> list[str]:
+    def _fields(self, row: Row, part: float, now: float) -> list[str]:
         """Returns the parts of a line, the most important first."""
         step, steps, sums = row["step"], row["step"] - self._done, self._sums
         workers = row.get("workers", self._config.workers)
@@ -73,7 +69,7 @@ class Screen(ExitStack):
         fields += [f"loss {row['loss']:.3f}"]
         fields += [f"val {row['val_loss']:.3f}"] if "val_loss" in row else []
         since, part_then, then = self._warm or (step, 0.0, now)
-        if step - since >= MEASURED and part_then < (part := self._part(row)) < 1:
+        if step - since >= MEASURED and part_then < part < 1:
             fields.append(f"{duration((now - then) / (part - part_then) * (1 - part))} left")
         fields.append(f"{speed:,.0f} tok/s")
         fields += [f"{decimal(round(traffic))}/step"] if traffic else []
