@@ -6,6 +6,7 @@ Every public name says what it is, with an example (which the doctests run).
 import ast
 import importlib.util
 import re
+import runpy
 import shlex
 import types
 from pathlib import Path
@@ -81,6 +82,12 @@ def test_documents_stay_short() -> None:
     counted = [path for path in DOCUMENTS if path.name not in ("CODE_OF_CONDUCT.md", "CHANGELOG.md")]
     words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
     assert (len(counted) <= 20, words <= 20_000) == (True, True), (len(counted), words)
+
+
+def test_drawings_are_what_their_script_draws() -> None:
+    drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["DRAWINGS"]
+    drawn = {f"{name}.svg": draw().text() for name, draw in drawings.items()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").iterdir()}
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
