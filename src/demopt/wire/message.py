@@ -105,8 +105,9 @@ def read_headers(messages: Tensor, faults_W: Tensor | None = None) -> list[RawHe
     words = (messages if aligned else messages.clone(memory_format=torch.contiguous_format)).view(torch.int64)
     at_once = _BYTES_AT_ONCE if messages.is_cpu else _DEVICE_BYTES_AT_ONCE
     sums = [block_sums(rows) for rows in words.split(max(1, at_once // messages.shape[1]))]
+    sums_Wn = torch.cat(sums) if len(sums) > 1 else sums[0]
     faults_W = words.new_zeros(len(words)) if faults_W is None else faults_W
-    found = torch.cat((words[:, : HEADER_BYTES // 8], torch.cat(sums), faults_W.unsqueeze(1)), dim=1).cpu()
+    found = torch.cat((words[:, : HEADER_BYTES // 8], sums_Wn, faults_W.unsqueeze(1)), dim=1).cpu()
     heads, claimed = found[:, : HEADER_BYTES // 8].tolist(), found[:, _CHECKSUM.start // 8]
     totals = combined(found[:, HEADER_BYTES // 8 : -1], without=(_CHECKSUM.start // 8, claimed)).tolist()
     headers = []
