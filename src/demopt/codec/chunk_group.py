@@ -50,7 +50,6 @@ class Piece:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return (self.last - self.first) * self.member.chunking.grid[1]
 
     @property
