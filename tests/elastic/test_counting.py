@@ -117,7 +117,7 @@ def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local
             holder = inner.replicator if order == "check" else inner
             setattr(holder, order, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if order == "lose the result":  # all others have it, and apply it
-            optimizer._quorum.vote = _failing_once(optimizer._quorum.vote)  # type: ignore[method-assign]
+            _lose_a_vote(optimizer._quorum)
         if order == "backward":
             os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(2 if local else 1):  # to the next round
@@ -130,16 +130,14 @@ def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local
     return {"weights": weights.tolist(), "taken": taken, "mark": inner.fingerprint(state=True)}
 
 
-def _failing_once(vote: Callable[[], bool]) -> Callable[[], bool]:
-    failed: list[bool] = []
+def _lose_a_vote(quorum: Any) -> None:
+    """The next vote of a quorum is lost."""
 
-    def wrapped() -> bool:
-        if not failed:
-            failed.append(True)
-            raise ExchangeError("lost")
-        return vote()
+    def vote() -> bool:
+        del quorum.vote  # the one of its class comes back
+        raise ExchangeError("lost")
 
-    return wrapped
+    quorum.vote = vote
 
 
 def _step(members: list[Replica], orders: dict[int, str] | None = None) -> list[int]:
