@@ -31,7 +31,7 @@ from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.rounds import VaryingExchange
-from demopt.state import StateDict, overlaps, own_part, part_for
+from demopt.state import StateDict, overlaps, part_for
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
@@ -60,7 +60,7 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Returns the entries that this rank saves, by key; when loading, those that DCP replaces."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        state = own_part(self._optimizer.state_dict(), rank, world_size)  # it may have been consolidated
+        state = self._optimizer.own_state_dict()
         parameters = self._parameters
         shards = dict.fromkeys(shard for shard in map(shard_of, parameters) if shard[1] > 1)
         own = f"rank{rank}.shard{'_'.join(str(number) for number, _ in shards) or 0}"
@@ -132,8 +132,8 @@ class LoadPlanner(DefaultLoadPlanner):
             for old in overlaps(rank, self.state_dict[f"{prefix}world_size"], old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that is not there. One that is there stays, although this rank may not take over from
-            # it: without it DCP would take the file for one of torch 2.3.
+            # DCP refuses a key that is not there; `OptimizerState` gets its entry of now, from which nobody takes over.
+            # One that is there stays: without it DCP would take the file for one of torch 2.3.
             if old_size and key not in saved:
                 del self.state_dict[key]
         for key, entry in list(self.state_dict.items()):
@@ -212,7 +212,11 @@ _OTHER_RECORDS = {
 
 
 def _read_entry(entry: Any) -> Mapping[str, Any]:
-    return vars(entry) if isinstance(entry, _Entry) else entry  # files of early 0.3.0 hold the class itself
+    """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
+    found = vars(entry) if isinstance(entry, _Entry) else entry
+    if not (isinstance(found, Mapping) and all(name in found for name in ("values", "sharded"))):
+        raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
+    return found
 
 
 class _Entry:

@@ -429,18 +429,18 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     taken: dict[Any, Entry] = {}
     for number in states[largest]["state"]:
         parts = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in mine}
-        if world_size != old_size:
-            parts = {old: _without_owner(saved, old_size) for old, saved in parts.items()}
-        chosen = parts[largest]
-        own = dict(chosen.own)
-        for name in AVERAGED:
-            if any(name in saved.own for saved in parts.values()):
-                # a rank whose local weights, or start, are the global weights has left them out
-                instead = None if name == "momentum" else chosen.shared.get("global")
-                values = [(saved.own.get(name, instead), mine[old]) for old, saved in parts.items()]
-                if any(value is None for value, _ in values):
-                    raise ValueError(f"the states are damaged: some rank has no {name} of parameter {number}")
-                own[name] = _mean(values)
+        try:
+            if world_size != old_size:
+                parts = {old: _without_owner(saved, old_size) for old, saved in parts.items()}
+            chosen = parts[largest]
+            own = dict(chosen.own)
+            for name in AVERAGED:
+                if any(name in saved.own for saved in parts.values()):
+                    # a rank whose local weights, or start, are the global weights has left them out
+                    instead = None if name == "momentum" else chosen.shared["global"]
+                    own[name] = _mean([(saved.own.get(name, instead), mine[old]) for old, saved in parts.items()])
+        except (LookupError, AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
         if saved_by := SavedBy.of(own):
             own[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
         taken[number] = replace(chosen, own=own).entry()

@@ -200,7 +200,7 @@ def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
 def _checkpoints(rank: int, world_size: int, case: str) -> None:
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
-    groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(8)]  # the background needs its own
+    groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(9)]  # the background needs its own
 
     def work(exchange: Exchange) -> None:
         mine = iter([gpu.ThroughHost(group[exchange.rank]) for group in groups])
@@ -212,6 +212,9 @@ def _checkpoints(rank: int, world_size: int, case: str) -> None:
                 optimizer.flush()
             again.load_state_dict(problems.by_file(optimizer.state_dict(), where))
             go_on_alike(exchange.rank, case, (model, optimizer), (twin, again))
+        if "owner" in case:  # the owner's error, read to the host, enters a momentum on the device
+            other = optimizer_of("LocalDeMo", copy.deepcopy(model), next(mine))
+            other.load_state_dict(problems.by_file(optimizer.state_dict(), "cpu"))
         optimizer.consolidate_state_dict()
         if exchange.rank == 0:
             single, alone = train(SingleRank(), "toy", case, steps=0)

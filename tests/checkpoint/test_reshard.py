@@ -124,6 +124,7 @@ def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused() ->
         taken = share_of({0: old, 1: two}, 0, 1, 2)["state"]
         assert taken.keys() == old["state"].keys()
     assert taken[9] == frozen
-    del (lacking := dict(two["state"][0]))["momentum"]
-    with pytest.raises(ValueError, match="the states are damaged: some rank has no momentum of parameter 0"):
-        share_of({0: one, 1: {**two, "state": {**two["state"], 0: lacking}}}, 0, 1, 2)
+    for wrong in (None, "momentum", torch.ones(3), torch.ones(9, 256)):
+        damaged = {**two["state"], 0: {**two["state"][0], "momentum": wrong}}
+        with pytest.raises(ValueError, match="the state of parameter 0 is damaged in some rank"):
+            share_of({0: one, 1: {**two, "state": damaged}}, 0, 1, 2)

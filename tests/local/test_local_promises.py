@@ -358,6 +358,19 @@ class _ByNumber(torch.optim.SGD):
                 part.sub_(entry["momentum"], alpha=0.1)
 
 
+def test_round_right_after_a_state_of_local_steps_was_loaded_needs_no_warning() -> None:
+    def work(exchange: Exchange) -> None:
+        optimizer, again = make(exchange), make(exchange)
+        train(optimizer, range(5), exchange.rank)
+        optimizer.warns_of_saving = False
+        again.load_state_dict(problems.by_file(optimizer.state_dict()))
+        for each in (optimizer, again):
+            each.finish_round()
+        assert train(again, range(5, 7), exchange.rank) == train(optimizer, range(5, 7), exchange.rank)
+
+    ranks.threads(work, 2)
+
+
 class _NamedAlike(torch.optim.SGD):
     """Calls its momenta like entries of LocalDeMo."""
 

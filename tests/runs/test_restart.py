@@ -135,6 +135,15 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
         Worker(None, 0, group=SingleRank()).optimizer.load_state_dict({**state, "folder": "text"})
 
 
+def test_state_of_round_0_goes_on_where_later_ones_were_known(store: Any) -> None:
+    worker = Worker(store, 0, keep_log=True).join()
+    state = copy.deepcopy(worker.optimizer.own_state_dict())
+    worker.round(2)
+    digest = worker.digest
+    worker.optimizer.load_state_dict(state)
+    assert (worker.join().rounds, worker.digest) == (2, digest)
+
+
 def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_restart() -> None:
     """The worker reads another manifest of the round before, as from a cache, and ends before the next one."""
     bare = ObjectStore()

@@ -328,7 +328,10 @@ def _state_in(group: Group, state: Mapping[int, dict[str, Any]]) -> dict[str, li
     """Returns what `packed_state` has saved with a group's parameters: names, each with its value if that is plain."""
     for number in group["params"]:
         if IN_GROUP in state.get(number, {}):
-            found: dict[str, list[Any]] = json.loads(bytes(state[number][IN_GROUP].tolist()))
+            try:
+                found: dict[str, list[Any]] = json.loads(bytes(state[number][IN_GROUP].tolist()))
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(f"the state of parameter {number} has a damaged {IN_GROUP!r}") from error
             return found
     return {}
 

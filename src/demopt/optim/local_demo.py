@@ -224,6 +224,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Nothing is written there, and nobody waits for this worker. Call it again for newer ones.
         """
+        self._before_change("observe")
         self._weights.begin()
         try:
             return self._rounds.observe()
@@ -296,6 +297,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def resync(self, src: int = 0) -> None:
         """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
         self._before_change("resync")
+        self.mistakes.look_at_loaded()
         self.flush()
         self._weights.begin()
         try:
@@ -353,7 +355,7 @@ class LocalDeMo(ReplicatedOptimizer):
             if moments is not None or self.replicator.fingerprint() != before:  # some may have come before an error
                 if rounds.keeps_steps and weights.have_start:
                     weights.land()
-                elif not (rounds.keeps_steps and self.local_steps):
+                else:
                     weights.adopt()
         if moments is None:
             return
@@ -366,7 +368,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
-        self.mistakes.look_before_step()
+        self.mistakes.look_at_loaded()
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
@@ -453,6 +455,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _extract(self, sends: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
+        self.mistakes.look_at_loaded()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
             self.replicator.extract_and_send(starts, minus=weights)  # while the device takes the next steps
@@ -478,6 +481,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.local_steps = 0
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
+        """Returns the replicator's groups, one for each of `param_groups`, in order, even if nothing of it trains."""
         global_of, groups = self._weights.global_of, []
         for group in self.param_groups:
             names = group.get("param_names", [""] * len(group["params"]))
@@ -626,8 +630,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
+        self._is_trained = self._is_trained or self.local_steps > 0
         if self._rounds.restore(kept) and not self.replicator.options.background:
-            # The undecided message has them: an error ended `_round` before they became 0. With delay they came after.
+            # The undecided message has them: an error ended `_round` before they became 0, and `keep` made them the
+            # start, from which `join` lands on the global weights. With delay they came after the message.
             self.local_steps = 0
 
     # Copies

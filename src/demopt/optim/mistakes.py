@@ -129,8 +129,8 @@ class Mistakes:
         self._built = []
         self._loaded = self._optimizer._weights.fingerprint() if has_local_weights else None
 
-    def look_before_step(self) -> None:
-        """Before a local step."""
+    def look_at_loaded(self) -> None:
+        """Before the weights move for the first time after a state was loaded."""
         if self._loaded is not None and self._loaded != self._optimizer._weights.fingerprint():
             self._optimizer.warn_once(
                 "loaded",

@@ -25,7 +25,7 @@ class SavedBy(NamedTuple):
     world_size: int
     shard: int  # of a parameter that is sharded inside a node
     shards: int
-    entries: int
+    entries: int  # of the parameter's state, this one included
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> SavedBy | None:
@@ -79,7 +79,8 @@ def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wirin
         if OWNER_ERROR in entry and parameter not in kept:
             # Rounds apply the mean over the ranks of now, so the error enters this rank's momentum that many times.
             start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-            state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=rank_and_size[1])
+            momentum = state[parameter]["momentum"][start : start + len(error)]
+            momentum.add_(error.to(momentum.device), alpha=rank_and_size[1])  # a file's tensors may be on the host
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in OF_OWNERS}
     for parameter, own in owned.items():
         _copy_into(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])

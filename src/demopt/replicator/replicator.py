@@ -590,7 +590,7 @@ class Replicator:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
         self.rollback()
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
-        self.state.update({parameter: entry for parameter, entry in entries.items() if entry})
+        self.state.update(entries)
         self.round_number = torch.zeros_like(self.round_number)
         self._wiring = None
         self.wiring()  # makes buffers, and copies the entries into them

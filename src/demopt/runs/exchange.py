@@ -124,7 +124,8 @@ class FolderExchange(VaryingExchange):
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
-        # The run as this worker's weights have it; `FolderRounds` sets it where they come from a checkpoint or a state:
+        # The run as this worker's weights have it. `FolderRounds` sets it where they come from a checkpoint, and
+        # `find_or_start` where they come from a state:
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         self.joined = False  # it has the run's weights
@@ -218,6 +219,8 @@ class FolderExchange(VaryingExchange):
                 "--out)"
             )
             self.decided = self.wait_for(read, later)
+        else:
+            self.decided = None
         self._record = record
         self._old_stop, self._heard_stop = self._wish(), math.inf
         return record.identity == mine

@@ -137,7 +137,7 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
         method = make_method(config, model.to(team.device), team)
         if path:
             with team.waiting():
-                checkpoint.load(path, model, method.optimizer)
+                team.agree(lambda: checkpoint.load(path, model, method.optimizer))
         with out.writing():
             report = Report(out, config, resumed.step if resumed else 0, team.first)
         training = Training(config, out, team, corpus, model, method, report, lambda: stopping() or out.stop.exists())
