@@ -110,7 +110,7 @@ OF_LOCAL = ("values", "2bit", "2-bit"), ("route", "Gathr", "gather"), ("kernels"
     ("makes", "name", "value", "says"),
     [
         *(((_demo, _group, _added), *bad) for bad in BAD),
-        *(((_demo,), "process_group", what, "process_group") for what in ("gloo", 2, [])),
+        *(((_demo,), "process_group", what, "process_group is .*; give a Pro") for what in ("gloo", 2, [])),
         *(((_local,), name, bad, f"; choose one of .*; did you mean '{meant}'") for name, bad, meant in OF_LOCAL),
         ((_local,), "route", None, "route is None"),
     ],

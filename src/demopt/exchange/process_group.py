@@ -169,6 +169,14 @@ def resolve(process_group: Any) -> Exchange:
             f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span, mesh['name'], "
             "or two: between nodes, and inside a node"
         )
+    is_group = hasattr(process_group, "get_group")  # of a mesh
+    if can_connect():  # `new_group` gives -100 to those outside
+        is_group = is_group or isinstance(process_group, dist.ProcessGroup) or process_group == -100
+    if not is_group:
+        raise TypeError(
+            f"process_group is {process_group!r}; give a ProcessGroup or DeviceMesh of torch, an exchange such as "
+            "FolderExchange, or None: all ranks"
+        )
     return Collective(process_group)
 
 
