@@ -42,6 +42,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*words: object, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["demopt", *map(str, words)])
+        capsys.readouterr()  # of the test itself
         with pytest.raises(SystemExit) as end:
             cli.main()
         told = capsys.readouterr()
