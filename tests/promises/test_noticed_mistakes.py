@@ -229,10 +229,20 @@ def test_batch_norm_warns_once_where_the_model_is_given(how: str) -> None:
 # Local weights
 
 
+class Layers(nn.Module):  # torch.compile leaves out the forward of nn.Sequential
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.first(inputs).tanh())
+        return found
+
+
 def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:
     """The warnings of two evaluations after `at` steps of a LocalDeMo with a round every 2."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    model: Any = Layers()
     if how in ("DDP", "module of DDP"):
         model = demopt.unsync(DistributedDataParallel(model))
     elif how == "compiled":
