@@ -144,8 +144,9 @@ def test_state_of_round_0_goes_on_where_later_ones_were_known(store: Any) -> Non
     assert (worker.join().rounds, worker.digest) == (2, digest)
 
 
-def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_restart() -> None:
-    """The worker reads another manifest of the round before, as from a cache, and ends before the next one."""
+@pytest.mark.parametrize("restarts", [True, False])
+def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it(restarts: bool) -> None:
+    """The worker reads another manifest of the round before, as from a cache. It ends then, or goes on."""
     bare = ObjectStore()
     other, dies = Counter(bare, 0, 0), Counter(bare, 1, 0)
     for worker in (dies, dies, other, other):
@@ -155,9 +156,15 @@ def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it_after_a_re
         dies.run._put(envelope_of(dies.optimizer.replicator.round))
         raise ForkedError("another manifest")
 
-    dies.run._require_round_before = fork
+    known, dies.run._require_round_before = dies.run._require_round_before, fork
     dies.step()
     dies.step()
+    dies.run._require_round_before = known
+    if not restarts:
+        dies.step()
+        dies.step()
+        assert times_applied(bare, [other, dies]) == [[1.0] * 2, [1.0] * 6]
+        return
     state = copy.deepcopy(dies.optimizer.own_state_dict())
     for _ in range(2):
         other.step()

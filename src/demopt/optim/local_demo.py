@@ -472,11 +472,9 @@ class LocalDeMo(ReplicatedOptimizer):
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)
-        elif (
-            self.replicator.stats.skipped
-        ):  # `apply` says so; a round that it has not reached is followed by `_catch_up`
+        elif self.replicator.stats.skipped or self._rounds.is_open:
             self._weights.keep(finite)
-        else:
+        else:  # also where `apply`, which sets `skipped`, did not run: then `_catch_up` moves them again
             self._weights.adopt()
         self.local_steps = 0
 

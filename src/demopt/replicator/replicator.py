@@ -400,11 +400,14 @@ class Replicator:
                 "finite: nothing is trained. Look at its data and loss, or lower its learning rate or loss scale"
             )
 
-    def apply_missed(self, result: Result) -> None:
-        """Applies the checked messages of a round in which this rank sent nothing."""
+    def apply_missed(self, result: Result, received_bytes: int = 0) -> None:
+        """Applies the checked messages of a round in which this rank sent nothing: its momentum stays as it is.
+
+        `received_bytes`, for them, are added to those of the step's own round.
+        """
         self.require_idle("apply_missed")
-        self.round = self._begin(self.wiring())
-        self.round.result = result
+        self.round, received_bytes = self._begin(self.wiring()), self.stats.received_bytes + received_bytes
+        self.round.result, self.round.stats = result, replace(self.stats, received_bytes=received_bytes)
         self.apply(result.messages)
 
     def rollback(self) -> None:

@@ -471,7 +471,7 @@ class FolderExchange(VaryingExchange):
                 f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, lacks "
                 "this worker's message, which was there before; its work is sent again"
             )
-        if not (manifest.senders or manifest.refused):
+        if not (manifest.senders or manifest.refused):  # refusals, too, may leave no senders
             self.say(
                 f"round {manifest.round + 1}: fewer than half of its members have sent a message, so it moves nothing; "
                 "what they have sent counts later"

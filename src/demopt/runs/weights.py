@@ -268,7 +268,13 @@ class FolderRounds(Rounds):
 
     @property
     def is_open(self) -> bool:
-        return self._open is not None or self.replicator.in_flight
+        return self._open is not None or self.replicator.in_flight or self._undecided is not None
+
+    @property
+    def _undecided(self) -> log.Envelope | None:
+        """An own message of the round to come that a fork had ended, which was none: it may be in the store."""
+        wanted = self._number, log.digest_of(self.run.decided)
+        return next((each for each in self._forgotten if (each.round, each.before) == wanted), None)
 
     def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
@@ -277,6 +283,9 @@ class FolderRounds(Rounds):
         one, too, as the first of the senders or where it is left out.
         """
         replicator, drift = self.replicator, None
+        if replicator.round is None and self._open is None and (undecided := self._undecided) is not None:
+            self._forgotten.remove(undecided)
+            self._open = self._round_of(undecided, in_momentum=True)
         if self._open is not None:
             replicator.round, self._open = self._open, None
         current = replicator.round
@@ -311,7 +320,10 @@ class FolderRounds(Rounds):
             self._take_turn(outcome)
 
     def _take_turn(self, outcome: FolderOutcome) -> None:
-        """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one."""
+        """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one.
+
+        A worker that was left out has no turn, but may be the last one.
+        """
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
         senders = len(outcome.manifest.senders) or 1  # a round that moves nothing has none
         has_turn = rest == 0 and outcome.row == turn % senders
@@ -379,7 +391,9 @@ class FolderRounds(Rounds):
     def apply_manifest(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
         wiring = self.replicator.wiring()
-        self.replicator.apply_missed(self.run.results_of(manifest, wiring, self.replicator.header(wiring)))
+        received = self.run.received_bytes
+        result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
+        self.replicator.apply_missed(result, self.run.received_bytes - received)
 
     def _hello_ahead(self, seconds: float) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
