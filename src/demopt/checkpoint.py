@@ -15,6 +15,8 @@ import io
 import pathlib
 import pickle
 import re
+import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from demopt.errors import first_line
 from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
@@ -129,7 +132,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 continue
             prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
             old_size = sum(f"{prefix}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
-            for old in overlaps(rank, self.state_dict[f"{prefix}world_size"], old_size) if old_size else ():
+            now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
+            for old in overlaps(rank, now, old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             # DCP refuses a key that is not there; `OptimizerState` gets its entry of now, from which nobody takes over.
@@ -167,17 +171,32 @@ class Reader(FileSystemReader):
     DCP's own reader unpickles `.metadata` as it comes, and its planner every object that is no tensor.
 
     Raises:
-        pickle.UnpicklingError: the file names anything but DCP's own records; or a file outside the folder.
+        pickle.UnpicklingError, in DCP's CheckpointException: the file names anything but DCP's own records; or a file
+            outside the folder.
 
     Examples:
         >>> Reader("checkpoint").path
         PosixPath('checkpoint')
     """
 
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """Returns a saved object's bytes, of which torch does not compare the checksums; called by DCP."""
+        found = io.BytesIO(super()._slice_file(file, sinfo).read())
+        if zipfile.is_zipfile(found):  # torch itself refuses anything else
+            try:
+                broken = zipfile.ZipFile(found).testzip()
+            except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+                broken = first_line(error)
+            if broken:
+                raise pickle.UnpicklingError(f"{sinfo.relative_path} is damaged: {broken}")
+        found.seek(0)
+        return found
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the checkpoint's table of contents; called by DCP."""
         del args
-        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        place: Any = getattr(self, "_get_metadata_path", None)  # of torch 2.10, where a rank may have its own
+        with open(place(kwargs.get("rank")) if place else self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             found = _Records(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}, expected a Metadata")

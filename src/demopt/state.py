@@ -54,7 +54,7 @@ _OWN = ("momentum", "local", "start", SAVED_BY, *OF_OWNERS)
 # An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" there. So the replicator's parts have
 # other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's; those that it
 # calls like one of ours get a prefix.
-_OF_INNER = "inner_"
+_OF_INNER = "demopt.inner."
 _FROM_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
 _FROM_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *OF_OWNERS)}
 _TO_LOCAL = {name: in_local for in_local, name in _FROM_LOCAL.items()}
@@ -176,7 +176,7 @@ def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
     """Raises ValueError unless the counters in a parameter's state are whole numbers."""
     for name in ("step", "local_steps", "transform", OWNER_START):
         value = known.get(name, 0)
-        count = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
+        count = value.item() if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta else value
         if not (isinstance(count, int | float) and float(count).is_integer() and 0 <= count < 1 << 63):
             raise ValueError(
                 f"the state of parameter {number} holds a {saved.name_there(name)} that is no whole number, or below 0"

@@ -1,5 +1,6 @@
 """Others can write a run's folder, without its key or with it: nothing is lost, nobody halts, no escape is printed."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -119,6 +120,12 @@ def test_message_that_is_listed_and_cannot_be_read_halts_no_round(tmp_path, kind
     first.round()
     second.round()
     assert (first.run.last.row, second.digest) == (0, first.digest)
+
+
+def test_json_that_would_exhaust_the_stack_of_a_reader_is_damaged():
+    for depth, fits in ((38, True), (39, True), (600, False), (100_000, False)):
+        with contextlib.nullcontext() if fits else pytest.raises(MessageError, match="x is damaged"):
+            log.json_of("x", b'{"a":' + b"[" * depth + b"]" * depth + b"}")
 
 
 def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round():

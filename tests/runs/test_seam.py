@@ -1,5 +1,6 @@
 """Where LocalDeMo meets a folder: nothing is sent that the others refuse, and no thread reads what another changes."""
 
+import json
 import math
 import signal
 import threading
@@ -24,6 +25,7 @@ from demopt.runs.weights import weights_digest
         ("x" * 5000, "note takes 5,002 bytes as JSON; give at most 3,072"),
         ({1, 2}, "note cannot be written as JSON"),
         ({"loss": math.inf}, "note cannot be written as JSON"),
+        (json.loads("[" * 40 + "]" * 40), "note is nested more than 32 deep"),
     ],
 )
 def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, note, told):
@@ -63,6 +65,12 @@ def test_state_of_a_later_round_does_not_start_a_run(store):
     other.optimizer.load_state_dict(first.optimizer.state_dict())
     with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run: is its disk mounted"):
         other.join()
+    there, elsewhere = Worker(ObjectStore(), 2), first.optimizer.state_dict()
+    there.round(3)
+    del elsewhere["folder"]
+    there.optimizer.load_state_dict(elsewhere)
+    with pytest.raises(SettingsError, match="w2 is at round 3 of another training than the run in memory"):
+        there.join()
     first.optimizer.regroup(FolderExchange(store))
     with pytest.raises(SettingsError, match="holds no run"):
         first.join()

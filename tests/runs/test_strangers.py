@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+import struct
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -203,17 +204,20 @@ def saved(**state: Any) -> bytes:
     return file.getvalue()
 
 
+CHANGED = saved(drawn=0, optimizer=torch.full((100,), 0.5)).replace(struct.pack("f", 0.5), struct.pack("f", 0.25), 1)
 OF_NOTHING = saved(drawn=0, optimizer={}), saved(drawn=0, optimizer={"state": {}, "param_groups": []})
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", b"{}", *OF_NOTHING])
+@pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", *OF_NOTHING, CHANGED])
 def test_state_that_cannot_be_read_is_told_in_one_line(
     content: bytes, finished: Path, tmp_path: Path, command: Any
 ) -> None:
     mine = tmp_path / "mine"
     command("join", finished, "--out", mine)
     (mine / "state.pt").write_bytes(content)
-    assert "state.pt cannot be read" in command("join", finished, "--out", mine, code=2)
+    told = command("join", finished, "--out", mine, code=2)
+    assert "state.pt cannot be read" in told
+    assert ("in it is damaged" in told) == (content == CHANGED)
 
 
 ANYTHING = st.recursive(

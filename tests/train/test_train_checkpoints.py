@@ -126,10 +126,12 @@ def test_damaged_record_is_refused_in_one_line(tmp_path, finished, broken):
     assert "\n" not in str(told.value)
 
 
-def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished):
+@pytest.mark.parametrize("change", [lambda data: data[:1000], lambda data: data[:5000] + b"?" + data[5001:]])
+def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished, change):
     out = shutil.copytree(finished[0], tmp_path / "run")
     newest = checkpoint.newest(out / "checkpoints")
-    os.truncate(newest / "__1_0.distcp", 1000)
+    damaged = newest / "__1_0.distcp"
+    damaged.write_bytes(change(damaged.read_bytes()))
     refused = train_runs.resume(out)
     assert refused.returncode == 2
     assert f"--resume: {newest} cannot be read: " in refused.stderr

@@ -171,7 +171,11 @@ def resolve(process_group: Any) -> Exchange:
         )
     is_group = hasattr(process_group, "get_group")  # of a mesh
     if can_connect():  # `new_group` gives -100 to those outside
-        is_group = is_group or isinstance(process_group, dist.ProcessGroup) or process_group == -100
+        is_group = (
+            is_group
+            or isinstance(process_group, dist.ProcessGroup)
+            or process_group is dist.GroupMember.NON_GROUP_MEMBER
+        )
     if not is_group:
         raise TypeError(
             f"process_group is {process_group!r}; give a ProcessGroup or DeviceMesh of torch, an exchange such as "

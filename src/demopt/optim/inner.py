@@ -9,6 +9,7 @@ of several elements are neither.
 import inspect
 import itertools
 import json
+import re
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -172,12 +173,16 @@ class InnerOptimizers:
 
     def borrow(self, moments: Mapping[str, Tensor]) -> None:
         """Takes the `moments` of another worker, unless there is state already or they are for other parameters."""
-        if any(each.state for each in self.optimizers):
-            return
+        parameters = [parameter for group in self.groups for parameter in group["params"]]
         entries: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
-            number, _, name = key.partition(".")
-            entries.setdefault(int(number) if number.isdecimal() else -1, {})[name] = value
+            found = re.fullmatch(r"(\d{1,9})\.(.*)", key, re.S)
+            if found and (number := int(found[1])) < len(parameters):
+                entries.setdefault(number, {})[found[2]] = value
+                if value.dim() == parameters[number].dim() > 0 and value.shape != parameters[number].shape:
+                    return
+        if any(each.state for each in self.optimizers):
+            return
         first = 0
         for each in self.optimizers:
             saved = each.state_dict()
@@ -205,9 +210,11 @@ class InnerOptimizers:
                 mine = {number: entries[number] for number in numbers if entries.get(number)}
                 each.load_state_dict({"state": mine, "param_groups": loaded[first:last]})
                 first = last
-        except BaseException:
+        except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
                 each.state, each.param_groups = state_before, groups_before
+            if isinstance(error, LookupError | AttributeError | RuntimeError):
+                raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
         for settings, names in zip(self._settings, in_groups, strict=False):
             settings.state.update(names)
@@ -319,7 +326,7 @@ class GroupSettings:
 
     def packed_state(self) -> Tensor | None:
         """Returns the names of the state in the group, with the values that are plain, for a saved state: uint8 [n]."""
-        pairs = [(name, self.group.get(name)) for name in sorted(self.state)]
+        pairs = [(name, self.group.get(name)) for name in sorted(self.state, key=str) if isinstance(name, str)]
         found = {name: [value] if isinstance(value, bool | int | float | str | None) else [] for name, value in pairs}
         return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 
@@ -327,11 +334,13 @@ class GroupSettings:
 def _state_in(group: Group, state: Mapping[int, dict[str, Any]]) -> dict[str, list[Any]]:
     """Returns what `packed_state` has saved with a group's parameters: names, each with its value if that is plain."""
     for number in group["params"]:
-        if IN_GROUP in state.get(number, {}):
-            try:
-                found: dict[str, list[Any]] = json.loads(bytes(state[number][IN_GROUP].tolist()))
-            except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"the state of parameter {number} has a damaged {IN_GROUP!r}") from error
+        if (packed := state.get(number, {}).get(IN_GROUP)) is not None:
+            found: Any = None
+            if isinstance(packed, Tensor) and packed.dim() == 1 and packed.dtype == torch.uint8:
+                with suppress(ValueError, RuntimeError):
+                    found = json.loads(bytes(packed.tolist()))
+            if not (isinstance(found, dict) and all(isinstance(held, list) for held in found.values())):
+                raise ValueError(f"the state of parameter {number} is damaged: its entry {IN_GROUP!r} is no settings")
             return found
     return {}
 

@@ -617,7 +617,7 @@ class LocalDeMo(ReplicatedOptimizer):
         check_sizes(state_dict, self.param_groups)
         settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
         saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
-        kept = state_dict.get("folder") or {}
+        kept = state_dict.get("folder", {})
         self._rounds.check_entry(kept)
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
@@ -630,8 +630,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
         self._is_trained = self._is_trained or self.local_steps > 0
         if self._rounds.restore(kept) and not self.replicator.options.background:
-            # The undecided message has them: an error ended `_round` before they became 0, and `keep` made them the
-            # start, from which `join` lands on the global weights. With delay they came after the message.
+            # The undecided message has them: an error ended `_round` before they became 0. `keep` made the weights of
+            # then the start, so D is 0, and `join` lands on the global ones. With delay the steps came later.
             self.local_steps = 0
 
     # Copies

@@ -525,9 +525,11 @@ class Replicator:
         A round in flight is undone. The next round runs the handshake, in which ranks whose parameters differ take
         those of rank 0. All ranks must be at the same step: if one is new, or stopped earlier, all call `resync` first.
         """
+        session = Session(process_group, self.options.background)
+        _ = session.exchange  # refuses what is no group, before anything changes
         self.let_extract()
         self.round = None  # without waiting: a peer that is gone would hold us up
-        self.session = Session(process_group, self.options.background)
+        self.session = session
         self._workspace = Workspace()
         if self._wiring is not None:  # makes the next wiring take new routes: an exchange under way still uses these
             self._wiring = replace(self._wiring, inputs=replace(self._wiring.inputs, world_size=0))

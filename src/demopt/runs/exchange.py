@@ -564,4 +564,6 @@ def _as_json(name: str, value: Any, most: int) -> Any:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     if len(text.encode()) > most:
         raise ValueError(f"{name} takes {len(text.encode()):,} bytes as JSON; give at most {most:,}")
-    return json.loads(text)
+    if log.is_deeper(copied := json.loads(text), log.MOST_DEPTH - 8):  # a manifest has it some levels down
+        raise ValueError(f"{name} is nested more than {log.MOST_DEPTH - 8} deep")
+    return copied

@@ -29,6 +29,7 @@ FORMAT = 3
 MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
 MOST_JSON = 1 << 23  # bytes of a record or manifest
+MOST_DEPTH = 40  # lists and dicts in one another
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
@@ -491,4 +492,15 @@ def json_of(name: str, data: bytes) -> dict[str, Any]:
         raise MessageError(f"{name} is damaged: it holds no JSON") from error
     if not isinstance(found, dict):
         raise MessageError(f"{name} is damaged: it holds a {type(found).__name__}")
+    if is_deeper(found, MOST_DEPTH):
+        raise MessageError(f"{name} is damaged: it is nested more than {MOST_DEPTH} deep")
     return found
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and dicts are nested more than `most` deep: `asdict` would exhaust the stack, of some machines."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [value for values in inner for value in values]
+    return bool(level)

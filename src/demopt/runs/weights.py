@@ -95,7 +95,7 @@ class SavedWorker:
             message = None if entry["message"] is None else unpacked(entry["message"])
             forgotten = [unpacked(entry[name]) for name in entry if name.startswith("forgotten ")]
             return SavedWorker(run, worker, before, known, message, forgotten)
-        except (TypeError, ValueError, LookupError, AttributeError, MessageError):
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
     def entry(self) -> dict[str, Any]:
@@ -204,6 +204,11 @@ class FolderRounds(Rounds):
         run, restored = self.run, self._restored
         if restored is not None and restored.run != run.record.identity:
             raise SettingsError(f"the state is of another run than {run.store.address} holds")
+        if restored is None and self._number > 0:
+            raise SettingsError(
+                f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
+                "join with a new optimizer, or one that has loaded its state of this run"
+            )
         self.keeps_steps = restored is not None or self._number > 0
         if not self.keeps_steps:
             self._load_newest(least=0)
@@ -610,7 +615,11 @@ class FolderRounds(Rounds):
         if run._record is None:
             return {}
         self.replicator.let_extract()
-        message = envelope_of(current) if current is not None and current.data and current.message is not None else None
+        message = None
+        if (
+            current is not None and current.data and current.message is not None
+        ):  # otherwise the error lacks its content
+            message = envelope_of(current)
         before = log.digest_of(run.decided)
         found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
         return found.entry()

@@ -7,6 +7,8 @@ import math
 import shlex
 import signal
 import sys
+import zipfile
+import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -21,7 +23,6 @@ from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import FolderOutcome
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
-from demopt.state import unmarked
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
 from demopt.train.data import (
     TOKEN_SUFFIXES,
@@ -229,7 +230,7 @@ class Worker:
             if not run.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
-                stream = int(run.worker.rpartition("-")[2], 16)
+                stream = zlib.crc32(run.worker.encode())
                 drawn = [batch(train, config, part, stream, size=each) for part, each in parts]
                 self.drawn += len(drawn)
                 return drawn
@@ -324,7 +325,7 @@ class Worker:
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
         # not `state_dict`, which warns of local steps: here they are meant
-        state = {"drawn": self.drawn, "optimizer": unmarked(self.optimizer.own_state_dict())}
+        state = {"drawn": self.drawn, "optimizer": self.optimizer.own_state_dict()}
         with self.out.writing():
             write_whole(self.out.state, lambda aside: torch.save(state, aside))
 
@@ -334,6 +335,8 @@ class Worker:
         if not (self.config.resume and place.exists()):
             return False
         try:
+            if broken := zipfile.ZipFile(place).testzip():  # torch reads past wrong checksums
+                raise ValueError(f"{broken} in it is damaged")
             state = torch.load(place, map_location="cpu", weights_only=True)
             self.drawn = int(state["drawn"])
             self.optimizer.load_state_dict(state["optimizer"])
