@@ -92,10 +92,13 @@ def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(st
     assert 0.0 <= second.run.seconds_needed <= 600.0
 
 
-def test_late_worker_adds_no_round_to_a_run_that_has_ended(store):
+@pytest.mark.parametrize("end", [{"rounds": 2}, {"total": 4, "wanted": 4}])
+def test_late_worker_adds_no_round_to_a_run_that_has_ended(store, end):
     first, second = joined(store)
-    first.run.rounds = second.run.rounds = 2
+    vars(first.run).update(end)
+    vars(second.run).update(end)
     for _ in range(2):
+        first.run.take(4)
         first.round()
         second.round()
     assert second.run.left_out == 2

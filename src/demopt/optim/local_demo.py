@@ -472,7 +472,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)
-        elif self.replicator.stats.skipped or self._rounds.is_open:
+        elif self.replicator.stats.skipped or self._rounds.is_open:  # open: in a folder, after a fork that was none
             self._weights.keep(finite)
         else:  # also where `apply`, which sets `skipped`, did not run: then `_catch_up` moves them again
             self._weights.adopt()

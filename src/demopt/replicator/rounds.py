@@ -24,6 +24,7 @@ from demopt.wire.message import NONFINITE, Header
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
+NOT_FINITE = "its gradient was not finite"
 Moments = dict[str, Tensor]  # state of the inner optimizer, by "NUMBER OF PARAMETER.NAME"
 
 
@@ -69,7 +70,7 @@ def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
     except MessageError as error:
         raise MessageError(error.reason) from None
     if flags & NONFINITE:
-        raise MessageError("its gradient was not finite")
+        raise MessageError(NOT_FINITE)
     result.skipped = False
     return result
 
@@ -97,7 +98,7 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a round to apply before the next one: in flight, or one that an error left open."""
+        """Whether there is a round to apply before the next one: in flight, or left open by an error or false fork."""
         return self.replicator.in_flight
 
     @property

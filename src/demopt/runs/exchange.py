@@ -302,7 +302,10 @@ class FolderExchange(VaryingExchange):
 
     @property
     def seconds_needed(self) -> float:
-        """The seconds that this worker needs for a round, as it says; twice as many each time that was too few."""
+        """The seconds that this worker needs for a round, as it says; from its second miss in a row twice as many.
+
+        The first miss is in what it has measured.
+        """
         needed = max(self._needed, default=0.0) * 2.0 ** min(max(0, self.left_out - 1), 64)
         return round(min(needed, LONGEST), 3)
 
@@ -380,10 +383,11 @@ class FolderExchange(VaryingExchange):
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
             if (own := next((each for each in attempts(mine) if each.packed() == there), None)) is not None:
                 self.sent_bytes += len(packed)
-                self.calls += 1
                 return own
             other = renamed(mine)
-            self.say(f"there is another worker named {mine.worker}; this one is {other.worker} from now on")
+            self.say(
+                f"{name} is another worker's, or an earlier message of this one, which is {other.worker} from now on"
+            )
             mine = other
 
     def _placed(self, name: str, packed: bytes) -> bytes | None:

@@ -474,6 +474,7 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
     if len({sender.worker for sender in senders}) < len(senders):
         raise MessageError(f"{name} is damaged: it lists a worker twice")
+    # As `draft` does. After a stop there are no members, and all that is listed counts.
     return manifest if _moves(senders, manifest.members) else replace(manifest, senders=[])
 
 

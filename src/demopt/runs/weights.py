@@ -277,15 +277,17 @@ class FolderRounds(Rounds):
 
     @property
     def _undecided(self) -> log.Envelope | None:
-        """An own message of the round to come that a fork had ended, which was none: it may be in the store."""
+        """An own message that a ForkedError put aside where the run goes on from these weights all the same.
+
+        It may be in the store, so its round is ended first.
+        """
         wanted = self._number, log.digest_of(self.run.decided)
         return next((each for each in self._forgotten if (each.round, each.before) == wanted), None)
 
     def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
 
-        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. Who leaves writes
-        one, too, as the first of the senders or where it is left out.
+        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
         """
         replicator, drift = self.replicator, None
         if replicator.round is None and self._open is None and (undecided := self._undecided) is not None:
@@ -346,18 +348,22 @@ class FolderRounds(Rounds):
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
+        return self.run.left_out > 1 and not (self._leaves or self._is_over or self.replicator.in_flight)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run has ended, by all that this worker knows: it then adds no round."""
         run = self.run
-        over = run.rounds is not None and self._number >= run.rounds
-        return run.left_out > 1 and not (self._leaves or run.stopping or over or self.replicator.in_flight)
+        return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
 
     def catch_up(self) -> None:
         """After a round without this worker: applies what it missed, and asks to be waited for, unless it leaves."""
-        run, outcome = self.run, self.run.last
+        outcome = self.run.last
         if not self.is_behind:
             return
         self._follow_run()
-        if not (self._leaves or run.stopping):
-            run.hello(self._number)
+        if not (self._leaves or self._is_over):
+            self.run.hello(self._number)
         self.is_behind = False
         if outcome is not None and outcome.row is None:
             self._take_turn(outcome)

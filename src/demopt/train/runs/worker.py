@@ -18,6 +18,7 @@ from torch import nn
 from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
+from demopt.replicator.rounds import NOT_FINITE
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import FolderOutcome
@@ -293,7 +294,9 @@ class Worker:
             return
         before, self._last, manifest = self._last, last, last.manifest
         unsent = int(numbers_of(last.envelope.note).get("sequences", 0))
-        if before is not None and before.envelope is last.envelope:  # a fork has decided the round otherwise
+        if manifest.refused.get(last.envelope.worker) == NOT_FINITE:  # its work is dropped
+            unsent = 0
+        if before is not None and before.envelope is last.envelope:  # `FolderRounds._recount` changed its row
             self._sequences += unsent if last.row is None else -unsent
             return
         self._sequences += unsent if last.row is None else 0
