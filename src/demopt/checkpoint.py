@@ -83,7 +83,7 @@ class OptimizerState:
             if not (match := _KEY.fullmatch(key)) or entry is None:  # DCP puts None at an own key that the file lacks
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            saved = _read_entry(entry)
+            saved = _read_entry(entry)  # one of now, if DCP did not read it: nobody takes over from that rank then
             if saved["values"]:
                 number, sharded = int(match["number"]), saved["sharded"]
                 parameter = parameters[number]
@@ -135,7 +135,8 @@ class LoadPlanner(DefaultLoadPlanner):
             now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
             for old in overlaps(rank, now, old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
-                self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
+                if key in self.mappings:  # of a nested state
+                    self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             # DCP refuses a key that is not there; `OptimizerState` gets its entry of now, from which nobody takes over.
             # One that is there stays: without it DCP would take the file for one of torch 2.3.
             if old_size and key not in saved:

@@ -423,7 +423,10 @@ def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
 
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
-    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank."""
+    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank.
+
+    For `reshard` they may be as many as the new ones.
+    """
     mine = overlaps(rank, world_size, old_size)
     largest = max(mine, key=lambda old: mine[old])  # the first, if several have it
     taken: dict[Any, Entry] = {}

@@ -4,6 +4,7 @@ import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -260,6 +261,19 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
     else:
         with pytest.raises(ExchangeError, match=running):
             first.round()
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_join_that_an_outage_ended_may_come_again(store: Any, resumes: bool) -> None:
+    first, again = Worker(store, 0), Worker(store, 1)
+    first.round(2)
+    if resumes:
+        again.optimizer.load_state_dict(first.optimizer.own_state_dict())
+    hello, again.run.hello = again.run.hello, Mock(side_effect=ExchangeError("away"))
+    with pytest.raises(ExchangeError, match="away"):
+        again.join()
+    again.run.hello = hello
+    assert (again.join().rounds, again.digest) == (2, first.digest)
 
 
 def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on() -> None:

@@ -28,7 +28,9 @@ from demopt.replicator.session import varies
 from demopt.validation import warn
 
 Group = dict[str, Any]
-IN_GROUP = "in_group"  # in a parameter's saved state: the state that the inner optimizer keeps in its group
+#: In a parameter's saved state: the state that the inner optimizer keeps in its group, each rank its own. A saved state
+#: of all ranks has one `param_groups`.
+IN_GROUP = "in_group"
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
@@ -197,6 +199,7 @@ class InnerOptimizers:
 
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
         """Loads groups, with the entries of their parameters by number."""
+        self._follow()
         in_groups = [_state_in(group, state) for group in groups]
         loaded = []
         for group, names in zip(groups, in_groups, strict=True):
@@ -216,7 +219,7 @@ class InnerOptimizers:
             if isinstance(error, LookupError | AttributeError | RuntimeError):
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
-        for settings, names in zip(self._settings, in_groups, strict=False):
+        for settings, names in zip(self._settings, in_groups, strict=True):
             settings.state.update(names)
         self._follow()
 

@@ -67,6 +67,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
         if state.get(parameter):
             entry = state[parameter]
             entry |= {"step": round_number, SAVED_BY: None}  # which counts as an entry, too
+            # LocalDeMo's entries have more: `SavedParameter.entry` counts those anew.
             entry[SAVED_BY] = SavedBy(*rank_and_size, *shard_of(parameter), len(entry)).tensor()
 
 

@@ -596,7 +596,7 @@ class Replicator:
         self.rollback()
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
-        self.round_number = torch.zeros_like(self.round_number)
+        self.round_number.zero_()
         self._wiring = None
         self.wiring()  # makes buffers, and copies the entries into them
 

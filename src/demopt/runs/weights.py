@@ -82,9 +82,6 @@ class SavedWorker:
         if entry == {}:
             return None
 
-        def unpacked(tensor: Tensor) -> log.Envelope:
-            return log.read_message("the saved message", bytes_of(tensor), run)
-
         try:
             run, worker, before, sent = (entry[name] for name in ("run", "worker", "before", "sent"))
             if not (log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and isinstance(before, str)):
@@ -92,8 +89,8 @@ class SavedWorker:
             known = [Sent(*each) for each in json.loads(sent)]
             if not all(isinstance(value, type_) for each in known for value, type_ in zip(each, _SENT, strict=True)):
                 raise TypeError
-            message = None if entry["message"] is None else unpacked(entry["message"])
-            forgotten = [unpacked(entry[name]) for name in entry if name.startswith("forgotten ")]
+            message = None if entry["message"] is None else _unpacked(entry["message"], run)
+            forgotten = [_unpacked(entry[name], run) for name in entry if name.startswith("forgotten ")]
             return SavedWorker(run, worker, before, known, message, forgotten)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
@@ -104,6 +101,10 @@ class SavedWorker:
         found = {"run": self.run, "worker": self.worker, "before": self.before, "message": message}
         found |= {f"forgotten {number}": tensor_of(each.packed()) for number, each in enumerate(self.forgotten)}
         return {**found, "sent": json.dumps(self.sent)}
+
+
+def _unpacked(packed: Tensor, run: str) -> log.Envelope:
+    return log.read_message("the saved message", bytes_of(packed), run)
 
 
 class FolderRounds(Rounds):
@@ -133,6 +134,7 @@ class FolderRounds(Rounds):
         self.moments = moments
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
+        self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
         self._sent = deque[Sent](maxlen=_REMEMBERED)
         self._forgotten = list[log.Envelope]()  # own messages of rounds that a fork ended: a manifest may list them yet
@@ -204,12 +206,12 @@ class FolderRounds(Rounds):
         run, restored = self.run, self._restored
         if restored is not None and restored.run != run.record.identity:
             raise SettingsError(f"the state is of another run than {run.store.address} holds")
-        if restored is None and self._number > 0:
+        if restored is None and self._number > 0 and self._weights_of != run.record.identity:
             raise SettingsError(
                 f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
                 "join with a new optimizer, or one that has loaded its state of this run"
             )
-        self.keeps_steps = restored is not None or self._number > 0
+        self.keeps_steps = restored is not None or self._weights_of == run.record.identity
         if not self.keeps_steps:
             self._load_newest(least=0)
         if restored is not None:
@@ -221,7 +223,7 @@ class FolderRounds(Rounds):
                 self._leave_fork(ForkedError(other), restored.before)
             elif restored.message is not None:
                 self._open = self._round_of(restored.message, in_momentum=True)
-        self._restored = None
+        self._restored, self._weights_of = None, run.record.identity
         if self.is_open:
             self.exchange_and_apply()
 
@@ -559,7 +561,7 @@ class FolderRounds(Rounds):
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
         self.replicator.round_number.fill_(number)
-        run.decided = before
+        run.decided, self._weights_of = before, run.record.identity
 
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
@@ -633,13 +635,12 @@ class FolderRounds(Rounds):
     def check_entry(self, entry: Any) -> None:
         SavedWorker.of(entry)
 
-    def restore(self, entry: dict[str, Any]) -> bool:
+    def restore(self, entry: dict[str, Any]) -> None:
         """Takes the result of `entry`. The worker joins the run again."""
         found = self._restored = SavedWorker.of(entry)
         self._sent = deque(found.sent if found else (), _REMEMBERED)
         self._forgotten = [*found.forgotten] if found else []
-        self._open, self.run.joined = None, False
-        return found is not None and found.message is not None
+        self._open, self._weights_of, self.run.joined = None, "", False
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
