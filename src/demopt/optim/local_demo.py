@@ -629,7 +629,11 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
         self._is_trained = self._is_trained or self.local_steps > 0
-        self._rounds.restore(kept)
+        if self._rounds.restore(kept) and not self.replicator.options.background:
+            # The undecided message has them, and its round counts as these steps: an error ended `_round` before they
+            # became 0. `keep` made the weights of then the start, so D is 0, and `join` lands on the global ones. With
+            # delay the steps came later.
+            self.local_steps = 0
 
     # Copies
 

@@ -129,8 +129,10 @@ class Rounds:
         if not isinstance(entry, dict):
             raise ValueError("the state's entry 'folder' is damaged")
 
-    def restore(self, entry: dict[str, Any]) -> None:
-        """Takes the result of `entry`, in another process."""
+    def restore(self, entry: dict[str, Any]) -> bool:
+        """Takes the result of `entry`, in another process; whether a message in it is undecided."""
+        del entry
+        return False
 
     def observe(self) -> int:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""

@@ -635,12 +635,13 @@ class FolderRounds(Rounds):
     def check_entry(self, entry: Any) -> None:
         SavedWorker.of(entry)
 
-    def restore(self, entry: dict[str, Any]) -> None:
+    def restore(self, entry: dict[str, Any]) -> bool:
         """Takes the result of `entry`. The worker joins the run again."""
         found = self._restored = SavedWorker.of(entry)
         self._sent = deque(found.sent if found else (), _REMEMBERED)
         self._forgotten = [*found.forgotten] if found else []
         self._open, self._weights_of, self.run.joined = None, "", False
+        return found is not None and found.message is not None
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
