@@ -92,6 +92,8 @@ def register() -> None:
             name, _, overload = full.removeprefix("aten::").partition(".")
             operator = getattr(getattr(torch.ops.aten, name), overload or "default")
             aten.impl(operator, functools.partial(_run, operator), "PrivateUse1")
+    # autograd starts its threads for all devices at the first backward: two threads at once have hung in theirs
+    torch.ones(1, requires_grad=True, device="cpu").sum().backward()
 
 
 def call(rank: int, world_size: int, function: Any, *args: Any) -> Any:
