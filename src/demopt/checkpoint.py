@@ -196,7 +196,7 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the checkpoint's table of contents; called by DCP."""
         del args
-        place: Any = getattr(self, "_get_metadata_path", None)  # of torch 2.10, where a rank may have its own
+        place: Any = getattr(self, "_get_metadata_path", None)  # newer torch: a rank may have its own
         with open(place(kwargs.get("rank")) if place else self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             found = _Records(file).load()
         if not isinstance(found, Metadata):

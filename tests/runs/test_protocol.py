@@ -99,7 +99,7 @@ class Tokens:
         return now.outcome.result
 
     def apply(self, result: Result) -> None:
-        self.apply_missed(result)
+        self.apply_missed(result, 0)
         self.mark_applied()
 
     def mark_applied(self) -> None:
@@ -126,7 +126,7 @@ class Tokens:
         self.pending = [token for token in self.pending if token not in tokens_of(message)]
         self.pending = self.pending if applied else [*tokens_of(message), *self.pending]
 
-    def apply_missed(self, result: Result, received_bytes: int = 0) -> None:
+    def apply_missed(self, result: Result, received_bytes: int) -> None:
         rows = result.decoded[0].tokens if result.decoded else torch.empty(0)
         applied = [*self.applied, *(token for token in rows.flatten().tolist() if token)]
         self.weights[: len(applied)] = torch.tensor(applied, dtype=torch.int32)

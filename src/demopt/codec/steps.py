@@ -193,9 +193,8 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
         part = received.chunks(start, start + chunk_group.block_chunks)
-        units_C = part.aggregate(
-            "mean", chunk_group.largest_level, here.unsqueeze(0)
-        )  # of the pair, signs need no spare
+        # of the pair, signs need no spare
+        units_C = part.aggregate("mean", chunk_group.largest_level, here.unsqueeze(0))
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)

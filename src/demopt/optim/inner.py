@@ -175,6 +175,8 @@ class InnerOptimizers:
 
     def borrow(self, moments: Mapping[str, Tensor]) -> None:
         """Takes the `moments` of another worker, unless there is state already or they are for other parameters."""
+        if any(each.state for each in self.optimizers):
+            return
         parameters = [parameter for group in self.groups for parameter in group["params"]]
         entries: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
@@ -183,8 +185,6 @@ class InnerOptimizers:
                 entries.setdefault(number, {})[found[2]] = value
                 if value.dim() == parameters[number].dim() > 0 and value.shape != parameters[number].shape:
                     return
-        if any(each.state for each in self.optimizers):
-            return
         first = 0
         for each in self.optimizers:
             saved = each.state_dict()

@@ -400,7 +400,7 @@ class Replicator:
                 "finite: nothing is trained. Look at its data and loss, or lower its learning rate or loss scale"
             )
 
-    def apply_missed(self, result: Result, received_bytes: int = 0) -> None:
+    def apply_missed(self, result: Result, received_bytes: int) -> None:
         """Applies the checked messages of a round in which this rank sent nothing: its momentum stays as it is.
 
         `received_bytes`, for them, are added to those of the step's own round.

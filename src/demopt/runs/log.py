@@ -499,7 +499,7 @@ def json_of(name: str, data: bytes) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and dicts are nested more than `most` deep: `asdict` would exhaust the stack, of some machines."""
+    """Whether lists and dicts are nested more than `most` deep: `asdict` exhausts the stack of some readers then."""
     level = [value]
     for _ in range(most + 1):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]

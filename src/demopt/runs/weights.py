@@ -50,7 +50,6 @@ class Sent(NamedTuple):
     listed: bool  # by that manifest
 
 
-_SENT = (int, str, str, bool)
 _REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -81,13 +80,12 @@ class SavedWorker:
         """Reads the entry; None of an empty one, where no run was joined. ValueError if it is damaged."""
         if entry == {}:
             return None
-
         try:
             run, worker, before, sent = (entry[name] for name in ("run", "worker", "before", "sent"))
             if not (log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and isinstance(before, str)):
                 raise TypeError
             known = [Sent(*each) for each in json.loads(sent)]
-            if not all(isinstance(value, type_) for each in known for value, type_ in zip(each, _SENT, strict=True)):
+            if not all([*map(type, each)] == [int, str, str, bool] for each in known):
                 raise TypeError
             message = None if entry["message"] is None else _unpacked(entry["message"], run)
             forgotten = [_unpacked(entry[name], run) for name in entry if name.startswith("forgotten ")]
@@ -181,7 +179,9 @@ class FolderRounds(Rounds):
             run.stopping = False  # in the rounds before
         run.hello(self._number)
         run.joined = True
-        return None if started else self._lent_moments() if not self.moments() else {}
+        if started:
+            return None
+        return {} if self.moments() else self._lent_moments()  # who has its own needs none
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -624,9 +624,7 @@ class FolderRounds(Rounds):
             return {}
         self.replicator.let_extract()
         message = None
-        if (
-            current is not None and current.data and current.message is not None
-        ):  # otherwise the error lacks its content
+        if current is not None and current.data and current.message is not None:  # data: the error has its content
             message = envelope_of(current)
         before = log.digest_of(run.decided)
         found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
