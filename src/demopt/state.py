@@ -29,7 +29,7 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
-from demopt.core.rules import RULE_STATE
+from demopt.core.rules import RULE_STATE, RULE_WEIGHTS
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import shard_of
@@ -210,11 +210,11 @@ def _check_shapes(
     """Raises ValueError unless momentum and rule's state are finite and fit `weights`, which are in that group."""
     key, cut = group_key(weights, group_number, settings)
     entry, where = saved.of_replicator, f"the state of parameter {number}"
-    names = ("momentum", *settings.update.state_names())
+    names = ("momentum", *RULE_STATE)  # also of rules of before, which a frozen parameter keeps
     for name in names:
-        if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
+        if name != "momentum" and name not in entry:
             continue
-        expected = [cut.chunks, 1 if name in settings.update.weights else key.length]
+        expected = [cut.chunks, 1 if name in RULE_WEIGHTS else key.length]
         if (came := _outline(entry.get(name))) != expected:
             raise ValueError(
                 f"{where} (shape {list(weights.shape)}) should hold a {name} of shape {expected}, but holds {came}: it "

@@ -116,15 +116,19 @@ def test_damaged_owners_error_is_refused_and_nothing_changes(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the state ")
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", carriers.KINDS)
-def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str) -> None:
+def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str, frozen: bool) -> None:
     new, number = carriers.build(kind), 2
-    carriers.advance(new, range(4), 0)
+    carriers.advance(new, range(3), 0)
+    new.param_groups[0]["params"][number].requires_grad_(not frozen)
+    carriers.advance(new, range(3, 4), 0)
     state, before = carriers.saved(new), _own(new)
     weights, group = new.fingerprint(), copy.deepcopy(new.param_groups[0]["lr"])
     inner = () if kind == "DeMo" else ("exp_avg", "exp_avg_sq", "step")
-    for name in state["state"][number].keys() - {"saved_by", "global", "local", *inner}:
-        good = torch.as_tensor(state["state"][number][name])
+    of_another_rule = "exp_avg_sq" if kind == "DeMo" else "outer_exp_avg_sq"
+    for name in state["state"][number].keys() - {"saved_by", "global", "local", *inner} | {of_another_rule}:
+        good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
         for value in ("text", None, *wrong):
             damaged = copy.deepcopy(state)

@@ -34,6 +34,8 @@ class Adapting(torch.optim.SGD):
             group["d"] = max(group["d"], norm * 1e-3)
             group["seen"][0] = group["step"]
             group["norms"].add_(norm)
+            for parameter in group["params"]:
+                self.state[parameter]["in_group"] = group["step"]
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = group["lr"] * group["d"]
@@ -48,7 +50,8 @@ def make(exchange: Any, lr: Any = 0.1, **settings: Any) -> LocalDeMo:
 
 def adapted(optimizer: LocalDeMo) -> list[Any]:
     group = optimizer.inner[0].param_groups[0]
-    return [group[name] for name in ("step", "d", "seen")]
+    in_group = optimizer.inner[0].state[group["params"][0]]["in_group"]
+    return [*(group[name] for name in ("step", "d", "seen")), in_group]
 
 
 @pytest.mark.filterwarnings("ignore:rank 0 received .* bytes of states")

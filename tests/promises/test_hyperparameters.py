@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
+from torch.nn import Parameter, UninitializedParameter
 from torch.optim import lr_scheduler
 
 import problems
@@ -25,6 +25,8 @@ from demopt.codec.hyperparameters import Codec
         *(("top_k", 0), ("lr", -1.0), ("momentum_decay", 1.0), ("update", "adam"), ("exact", 0)),
         *((name, {name: value}) for name, value in (("top_k", 0), ("topk", 3))),  # of a group more
         ("complex", {"params": [Parameter(torch.zeros(3, dtype=torch.cfloat))]}),
+        ("float8", {"params": [Parameter(torch.zeros(3, dtype=torch.float8_e5m2))]}),
+        ("lazy module", {"params": [UninitializedParameter()]}),
     ],
 )
 def test_impossible_change_or_group_is_refused_before_sending_and_leaves_no_trace(name: str, value: Any) -> None:

@@ -339,6 +339,15 @@ def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kin
     assert rounds == expected
 
 
+@pytest.mark.parametrize("build", [DeMo, lambda parameters: LocalDeMo(torch.optim.SGD(parameters))])
+def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build: Any) -> None:
+    model = nn.Linear(2, 2, device="meta")
+    optimizer = build(model.parameters())
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match="on the meta device: build it after"):
+        optimizer.step()
+
+
 # Calls of all ranks that one rank makes
 
 

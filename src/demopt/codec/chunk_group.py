@@ -160,13 +160,7 @@ class Block:
 
 
 def blocks_of(members: Sequence[Member], most: int, undivided: bool) -> Iterator[Block]:
-    """Yields blocks of at most `most` chunks, or of one grid row where that has more; `undivided`: of whole parameters.
-
-    Examples:
-        >>> members = [Member(0, torch.zeros(4, 6), chunking((4, 6), chunk=2))]
-        >>> [(block.start, block.stop) for block in blocks_of(members, most=4, undivided=False)]
-        [(0, 3), (3, 6)]
-    """
+    """Yields blocks of at most `most` chunks, or of one grid row if that has more; `undivided`: of whole parameters."""
     pieces: list[Piece] = []
     start = count = 0
     for member in members:

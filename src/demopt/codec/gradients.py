@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from demopt.core.rules import Rule
 from demopt.exchange.dtensor import shard_of, to_local
@@ -67,13 +68,7 @@ def _refuse(gradient: Tensor, which: str) -> None:
 
 
 def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
-    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter.
-
-    Examples:
-        >>> check_gradients(["p"], [torch.zeros(2)], [torch.zeros(3)])
-        Traceback (most recent call last):
-        ValueError: the gradient of p has shape [3], where [2] is expected; gradients come in the order of parameters
-    """
+    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter."""
     if len(given) != len(parameters):
         raise ValueError(f"got {len(given)} gradients for {len(parameters)} parameters; give None where there is none")
     for name, parameter, gradient in zip(names, parameters, given, strict=True):
@@ -114,18 +109,14 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError if a parameter that trains is not real and floating-point, ValueError if one is listed twice.
-
-    Examples:
-        >>> check_parameters([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
-        Traceback (most recent call last):
-        TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floating-point parameters
-    """
+    """Raises TypeError if a parameter that trains is not of real floats, ValueError if one is lazy, or listed twice."""
     seen: set[int] = set()
     for parameter in parameters:
+        if is_lazy(parameter):
+            raise ValueError("a parameter of a lazy module has no shape yet: run the model once before")
         shape, dtype = list(parameter.shape), parameter.dtype
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")
+        if parameter.requires_grad and not (parameter.is_floating_point() and dtype.itemsize > 1):
+            raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floats of 16 bits or more")
         if id(parameter) in seen:
             raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
         seen.add(id(parameter))

@@ -252,6 +252,7 @@ def _mix(average: Tensor, new: Tensor, beta: float) -> None:
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Nesterov, Signum, Lion, Muon, AdamW)}
 
 RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names())
+RULE_WEIGHTS = tuple(name for rule in RULES.values() for name in rule.weights)
 
 _ALLOWED = f"choose one of {', '.join(map(repr, RULES))}, or give a rule with settings, such as demopt.Lion(beta1=0.9)"
 

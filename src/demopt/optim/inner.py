@@ -147,7 +147,11 @@ class InnerOptimizers:
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Returns a copy of each parameter's entries, with the state that its optimizer keeps in the group."""
-        found = {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
+        found = {
+            parameter: {_saved_name(name): value for name, value in entry.items()}
+            for each in self.optimizers
+            for parameter, entry in each.state.items()
+        }
         for each in self.optimizers:
             held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer) and value.state]
             if held and held[0].state is not each.state and not self._told:
@@ -204,7 +208,10 @@ class InnerOptimizers:
         loaded = []
         for group, names in zip(groups, in_groups, strict=True):
             loaded.append({**group, **{name: held[0] for name, held in names.items() if held}})
-        entries = {n: {name: value for name, value in entry.items() if name != IN_GROUP} for n, entry in state.items()}
+        entries = {
+            number: {_own_name(name): value for name, value in entry.items() if name != IN_GROUP}
+            for number, entry in state.items()
+        }
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
@@ -222,6 +229,15 @@ class InnerOptimizers:
         for settings, names in zip(self._settings, in_groups, strict=True):
             settings.state.update(names)
         self._follow()
+
+
+def _saved_name(name: Any) -> Any:
+    """Returns the name of an optimizer's state in a saved one, where `IN_GROUP` is ours."""
+    return f"own.{name}" if isinstance(name, str) and name.endswith(IN_GROUP) else name
+
+
+def _own_name(name: Any) -> Any:
+    return name.removeprefix("own.") if isinstance(name, str) and name.endswith(IN_GROUP) else name
 
 
 def _zero(state: Any) -> None:

@@ -630,10 +630,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
         self._is_trained = self._is_trained or self.local_steps > 0
         if self._rounds.restore(kept) and not self.replicator.options.background:
-            # The undecided message has them, and its round counts as these steps: an error ended `_round` before they
-            # became 0. `keep` made the weights of then the start, so D is 0, and `join` lands on the global ones. With
-            # delay the steps came later.
-            self.local_steps = 0
+            # The undecided message has a round's steps, and its round counts as these: an error ended `_round` before
+            # they became 0. D has the steps since. With delay all came later.
+            self.local_steps = max(0, self.local_steps - self.sync_every)
 
     # Copies
 

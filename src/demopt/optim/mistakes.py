@@ -49,7 +49,9 @@ def note_optimizer(optimizer: Any) -> None:
 
 
 def look_at_models(optimizer: Any) -> None:
-    """The checks of an optimizer's first step, by the rank that speaks."""
+    """The checks of an optimizer's first step, most of them by the rank that speaks."""
+    if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("the optimizer has parameters on the meta device: build it after model.to_empty()")
     session = optimizer.replicator.session
     if session.exchange.world_size == 1 or not session.exchange.speaks:
         return

@@ -145,13 +145,7 @@ def digest_of(decided: Manifest | None) -> str:
 
 
 def expected(decided: Manifest | None, hellos: Iterable[str]) -> set[str]:
-    """Returns the workers that a round waits for: members of the manifest before it, and workers with a hello.
-
-    Examples:
-        >>> decided = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1}, {}, "")
-        >>> sorted(expected(decided, {"c"}))
-        ['a', 'b', 'c']
-    """
+    """Returns the workers that a round waits for: members of the manifest before it, and workers with a hello."""
     return {*(decided.members if decided else ()), *hellos}
 
 

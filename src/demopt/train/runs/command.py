@@ -30,7 +30,7 @@ def join(
     tokenizer: Annotated[str | None, typer.Option(help="The run's --tokenizer, likewise.")] = None,
     out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu.")] = "auto",
-    threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
+    threads: Annotated[int, typer.Option(help="Threads; 0: OMP_NUM_THREADS, or the cores.", min=0)] = 0,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
     key_file: KeyFile = None,
 ) -> int:

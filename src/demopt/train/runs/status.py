@@ -131,14 +131,7 @@ def _seconds_between(one: str, other: str) -> float | None:
 
 
 def numbers_of(note: Any) -> dict[str, float]:
-    """Returns the known numbers in a note; anything else that another worker has put there is as good as nothing.
-
-    Examples:
-        >>> numbers_of({"loss": 2.5, "sequences": "boom", "more": 1})
-        {'loss': 2.5}
-        >>> numbers_of({"loss": float("inf"), "sequences": 10**400}), numbers_of(["loss"])
-        ({}, {})
-    """
+    """Returns the known numbers in a note; anything else that another worker has put there is as good as nothing."""
     found = note if isinstance(note, dict) else {}
     return {
         name: found[name]

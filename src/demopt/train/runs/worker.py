@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shlex
 import signal
 import sys
@@ -141,7 +142,8 @@ class Worker:
         device: torch.device,
     ) -> None:
         self.config, self.out, self.corpus, self.run = config, out, corpus, run
-        torch.set_num_threads(config.threads or cores())
+        if config.threads or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
+            torch.set_num_threads(config.threads or cores())
         self.team = Team(0, 1, device, SingleRank())
         self.model = model.to(self.team.device)
         self.method = make_method(config, self.model, self.team, run)
@@ -280,8 +282,11 @@ class Worker:
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self._sequences)  # a small machine counts as what it is
-        self._sequences = 0
+        sent, self._sequences = self._sequences, 0
+        before = self.run.last and self.run.last.envelope
         self.optimizer.finish_round()
+        if self.run.last and self.run.last.envelope is before and not self.optimizer._rounds.is_open:
+            self._sequences = sent  # a fork has undone the message
         self._hear(loss)
         if self.run.leaving:
             self.optimizer.flush()
