@@ -80,10 +80,12 @@ class OptimizerState:
         old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            if not (match := _KEY.fullmatch(key)) or entry is None:  # DCP puts None at an own key that the file lacks
+            # At an own key that the file lacks there is None, or with older torch the entry of now. Nobody takes over
+            # from it: fewer ranks saved the file, so this rank is none of those in `overlaps`.
+            if not (match := _KEY.fullmatch(key)) or entry is None:
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            saved = _read_entry(entry)  # one of now, if DCP did not read it: nobody takes over from that rank then
+            saved = _read_entry(entry)
             if saved["values"]:
                 number, sharded = int(match["number"]), saved["sharded"]
                 parameter = parameters[number]
@@ -137,12 +139,12 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that is not there; `OptimizerState` gets its entry of now, from which nobody takes over.
-            # One that is there stays: without it DCP would take the file for one of torch 2.3.
+            # DCP refuses a key that the file lacks, because fewer ranks saved it. One that is there stays: without it
+            # DCP would take the file for one of torch 2.3.
             if old_size and key not in saved:
                 del self.state_dict[key]
         for key, entry in list(self.state_dict.items()):
-            if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:  # nothing is read
+            if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:
                 del self.state_dict[key]
                 entry.values = {}
 

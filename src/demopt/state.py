@@ -19,6 +19,7 @@ Shapes: W ranks before, W' ranks now.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.core.chunking import chunking
 from demopt.core.rules import RULE_STATE, RULE_WEIGHTS
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
-from demopt.exchange.dtensor import shard_of
+from demopt.exchange.dtensor import shard_of, to_local
 from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
@@ -83,6 +84,7 @@ class SavedParameter:
         """Writes it as an entry of a state."""
         entry = {self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}
         for name, value in self.inner.items():
+            # without global weights, `of` would take an entry with a "momentum" for one of DeMo
             is_ours = name in (*_FROM_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
             entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
@@ -161,7 +163,7 @@ def read_state(
                 _check_weights(known, parameter, settings[group_number].transform, number)
             elif "global" in known:
                 raise ValueError(f"the state of parameter {number} was saved by another optimizer, a LocalDeMo")
-            _check_shapes(saved, known.get("global", parameter), group_number, settings[group_number], number)
+            _check_shapes(saved, parameter, settings[group_number], number)
             found[parameter] = saved
     if lacking:
         warn(
@@ -177,7 +179,7 @@ def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
     for name in ("step", "local_steps", "transform", OWNER_START):
         value = known.get(name, 0)
         count = value.item() if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta else value
-        if not (isinstance(count, int | float) and float(count).is_integer() and 0 <= count < 1 << 63):
+        if not (isinstance(count, int | float) and 0 <= count < 1 << 63 and float(count).is_integer()):
             raise ValueError(
                 f"the state of parameter {number} holds a {saved.name_there(name)} that is no whole number, or below 0"
             )
@@ -192,40 +194,40 @@ def _check_weights(known: Entry, parameter: Tensor, transform: str, number: int)
             f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
             f"{transform!r}; build it with the transform that the state was saved with"
         )
-    came = [_outline(known[name]) for name in ("global", "local", "start") if name in known]
-    if came != [list(parameter.shape)] * len(came):
-        raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}")
+    came, mine = [_outline(known[name]) for name in ("global", "local", "start") if name in known], _outline(parameter)
+    if came != [mine] * len(came):
+        raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter has {mine}")
 
 
 def _outline(value: Any) -> list[int] | str:
     """Returns the shape of a tensor of real floats; of anything else its type."""
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
-    return list(value.shape) if value.is_floating_point() and not value.is_meta else f"{value.dtype} on {value.device}"
+    local = to_local(value)  # of a DTensor this process's part
+    return list(local.shape) if local.is_floating_point() and not local.is_meta else f"{local.dtype} on {local.device}"
 
 
-def _check_shapes(
-    saved: SavedParameter, weights: Tensor, group_number: int, settings: Hyperparameters, number: int
-) -> None:
-    """Raises ValueError unless momentum and rule's state are finite and fit `weights`, which are in that group."""
-    key, cut = group_key(weights, group_number, settings)
+def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparameters, number: int) -> None:
+    """Raises ValueError unless momentum and rule's state are finite and fit a parameter with these settings."""
+    cut = chunking(tuple(to_local(parameter).shape), settings.chunk, settings.chunking)
+    length = math.prod(cut.chunk_shape)
     entry, where = saved.of_replicator, f"the state of parameter {number}"
     names = ("momentum", *RULE_STATE)  # also of rules of before, which a frozen parameter keeps
     for name in names:
         if name != "momentum" and name not in entry:
             continue
-        expected = [cut.chunks, 1 if name in RULE_WEIGHTS else key.length]
+        expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
         if (came := _outline(entry.get(name))) != expected:
             raise ValueError(
-                f"{where} (shape {list(weights.shape)}) should hold a {name} of shape {expected}, but holds {came}: it "
-                "was saved by another optimizer or for another model"
+                f"{where} (shape {list(parameter.shape)}) should hold a {name} of shape {expected}, but holds {came}: "
+                "it was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
         came, start = _outline(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
-        if len(came) != 2 or came[1] != key.length or not 0 <= start <= cut.chunks - int(came[0]):
+        if len(came) != 2 or came[1] != length or not 0 <= start <= cut.chunks - int(came[0]):
             raise ValueError(
                 f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {cut.chunks} "
-                f"chunks of {key.length}: it was saved for another model"
+                f"chunks of {length}: it was saved for another model"
             )
     for name in (*names, OWNER_ERROR):
         if name in entry and not entry[name].isfinite().all():

@@ -130,7 +130,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str, fro
     for name in state["state"][number].keys() - {"saved_by", "global", "local", *inner} | {of_another_rule}:
         good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
-        for value in ("text", None, *wrong):
+        for value in ("text", None, 10**400, *wrong):
             damaged = copy.deepcopy(state)
             damaged["state"][number][name] = value
             damaged["param_groups"][0]["lr"] = 0.5

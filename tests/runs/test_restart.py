@@ -131,8 +131,10 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     digest, weights = other.digest, Worker(store, 3)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
-    wrong += [{"sent": "[3]"}, {"sent": '[["a", "b", "c", true]]'}, {"forgotten 0": 3}, {"forgotten 0": noise}]
-    for folder in [{**known, **each} for each in wrong] + [{k: known[k] for k in known if k != name} for name in known]:
+    wrong += [{"is_settled": 3}]
+    needed = ("run", "worker", "before", "message")
+    lacking = [{k: known[k] for k in known if k != name} for name in needed]
+    for folder in [{**known, **each} for each in wrong] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
                 worker.optimizer.load_state_dict({**state, "folder": folder})
@@ -266,6 +268,24 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
     else:
         with pytest.raises(ExchangeError, match=running):
             first.round()
+
+
+def test_nobody_waits_for_an_observer_however_far_it_follows(store: Any) -> None:
+    first, observer = Worker(store, 0, keep_log=True), Worker(store, 1)
+    first.round(9)
+    assert (observer.optimizer.observe(), observer.digest) == (9, first.digest)
+    assert not [number for number in range(40) if observer.run.worker in log.look(store, number).hellos]
+
+
+def test_state_of_a_worker_that_could_not_take_the_weights_of_a_run_is_not_of_it(store: Any) -> None:
+    first, again = Worker(store, 0), Worker(store, 1)
+    first.round(2)
+    load, again.optimizer._rounds.load = again.optimizer._rounds.load, Mock(side_effect=ExchangeError("away"))
+    with pytest.raises(ExchangeError, match="away"):
+        again.join()
+    assert "folder" not in again.optimizer.own_state_dict()
+    again.optimizer._rounds.load = load
+    assert "folder" in again.join().optimizer.own_state_dict()
 
 
 @pytest.mark.parametrize("resumes", [True, False])

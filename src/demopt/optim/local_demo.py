@@ -472,7 +472,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)
-        elif self.replicator.stats.skipped or self._rounds.is_open:  # open: in a folder, after a fork that was none
+        elif self.replicator.stats.skipped:
             self._weights.keep(finite)
         else:  # also where `apply`, which sets `skipped`, did not run: then `_catch_up` moves them again
             self._weights.adopt()
@@ -542,7 +542,11 @@ class LocalDeMo(ReplicatedOptimizer):
         inner = self._inner.state()
         found = {parameter: SavedParameter({}, {}, entry) for parameter, entry in inner.items()}
         transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
-        counters = {"local_steps": self.local_steps, "transform": transform}
+        # The message of a round that an error left open has a round's steps: an error ended `_round` before they became 0.
+        # D has the steps since. With delay all came later.
+        are_sent = self._rounds.is_open and not self.replicator.options.background
+        steps = max(0, self.local_steps - self.sync_every * are_sent)
+        counters = {"local_steps": steps, "transform": transform}
         with_local = self.weights_differ
         self._weights.notice_loaded()
         for local, weight in self._weights.global_of.items():
@@ -629,10 +633,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
         self._is_trained = self._is_trained or self.local_steps > 0
-        if self._rounds.restore(kept) and not self.replicator.options.background:
-            # The undecided message has a round's steps, and its round counts as these: an error ended `_round` before
-            # they became 0. D has the steps since. With delay all came later.
-            self.local_steps = max(0, self.local_steps - self.sync_every)
+        self._rounds.restore(kept)
 
     # Copies
 

@@ -577,12 +577,6 @@ class Replicator:
         data = wiring.route.layout.bodies(message[HEADER_BYTES:]) if in_momentum else []
         return replace(self._begin(wiring), message=message, attached=attached, data=data)
 
-    def recount(self, message: Tensor, applied: bool) -> None:
-        """Corrects the momentum where it turns out that a message of this rank is `applied` after all, or is not."""
-        route = self.wiring().route
-        move = route.subtract_sent if applied else route.take_back
-        move(route.layout.bodies(message[HEADER_BYTES:]))
-
     def clear_momentum(self) -> None:
         """Sets the momenta to zero: this rank starts as a new one, with weights of a peer."""
         self.require_idle("clear_momentum")

@@ -98,7 +98,7 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a round to apply before the next one: in flight, or left open by an error or false fork."""
+        """Whether there is a round to apply before the next one: in flight, or left open by an error."""
         return self.replicator.in_flight
 
     @property
@@ -129,10 +129,8 @@ class Rounds:
         if not isinstance(entry, dict):
             raise ValueError("the state's entry 'folder' is damaged")
 
-    def restore(self, entry: dict[str, Any]) -> bool:
-        """Takes the result of `entry`, in another process; whether a message in it is undecided."""
-        del entry
-        return False
+    def restore(self, entry: dict[str, Any]) -> None:
+        """Takes the result of `entry`, in another process."""
 
     def observe(self) -> int:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""

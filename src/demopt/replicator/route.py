@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.hyperparameters import Hyperparameters
-from demopt.codec.steps import Workspace, decompress, subtract, subtract_sent
+from demopt.codec.steps import Workspace, decompress, subtract_sent
 from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
 from demopt.wire.bits import Faults
@@ -122,11 +122,6 @@ class Route(ABC):
         del decoded, row
         for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):  # none if flagged
             subtract_sent(chunk_group, coefficients)
-
-    def take_back(self, data: list[Tensor]) -> None:
-        """Z[J] <- Z[J] + a q: the reverse of `subtract_sent`, but for a decay, of a round that not all have applied."""
-        for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):
-            subtract(chunk_group, chunk_group.flat_momentum, coefficients, -chunk_group.settings.alpha)
 
     def _own(self, data: list[Tensor]) -> Decoded:
         """Returns the coefficients in the bytes of this rank's message."""

@@ -170,7 +170,7 @@ def draft(
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
-    applied = heard if _moves(heard, members) else []  # of the members before a stop ends all
+    applied = heard if _moves(heard, members) else []  # by these members, although a stop writes none
     senders = [
         Sender(worker, named, sent.samples, sent.note)
         for worker, (sent, named) in ((worker, messages[worker]) for worker in sorted(applied))

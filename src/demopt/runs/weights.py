@@ -10,11 +10,10 @@ import hashlib
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from demopt.runs.inbox import (
     ForkedError,
     bytes_of,
     envelope_of,
-    row_of,
     tensor_of,
 )
 from demopt.runs.log import Manifest
@@ -41,16 +39,6 @@ if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
 
 
-class Sent(NamedTuple):
-    """An own message of an earlier round."""
-
-    round: int
-    digest: str  # of the round's manifest
-    worker: str  # its name then
-    listed: bool  # by that manifest
-
-
-_REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 _REMEDY = (  # for a manifest that is gone or damaged
     "restore it; if it is the newest and no worker runs, delete it and the checkpoints after it: then its round is "
@@ -71,9 +59,8 @@ class SavedWorker:
     run: str
     worker: str
     before: str  # digest of the manifest before the weights
-    sent: list[Sent]
     message: log.Envelope | None  # whose round may be undecided
-    forgotten: list[log.Envelope]
+    is_settled: bool  # the round's manifest was known, and the error has what it says; the weights waited
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -81,28 +68,21 @@ class SavedWorker:
         if entry == {}:
             return None
         try:
-            run, worker, before, sent = (entry[name] for name in ("run", "worker", "before", "sent"))
+            run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
+            settled = entry.get("is_settled", False)  # early 0.3.0 wrote none
             if not (log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and isinstance(before, str)):
                 raise TypeError
-            known = [Sent(*each) for each in json.loads(sent)]
-            if not all([*map(type, each)] == [int, str, str, bool] for each in known):
+            if not isinstance(settled, bool):
                 raise TypeError
-            message = None if entry["message"] is None else _unpacked(entry["message"], run)
-            forgotten = [_unpacked(entry[name], run) for name in entry if name.startswith("forgotten ")]
-            return SavedWorker(run, worker, before, known, message, forgotten)
+            message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
+            return SavedWorker(run, worker, before, message, settled)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
     def entry(self) -> dict[str, Any]:
         """Writes the entry."""
         message = None if self.message is None else tensor_of(self.message.packed())
-        found = {"run": self.run, "worker": self.worker, "before": self.before, "message": message}
-        found |= {f"forgotten {number}": tensor_of(each.packed()) for number, each in enumerate(self.forgotten)}
-        return {**found, "sent": json.dumps(self.sent)}
-
-
-def _unpacked(packed: Tensor, run: str) -> log.Envelope:
-    return log.read_message("the saved message", bytes_of(packed), run)
+        return {**vars(self), "message": message}
 
 
 class FolderRounds(Rounds):
@@ -133,9 +113,7 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
-        self._sent = deque[Sent](maxlen=_REMEMBERED)
-        self._forgotten = list[log.Envelope]()  # own messages of rounds that a fork ended: a manifest may list them yet
+        self._saved_at = math.inf  # the first round of which a state may not know this worker's message
 
     @property
     def _number(self) -> int:
@@ -177,6 +155,7 @@ class FolderRounds(Rounds):
                 self._follow_run()
             self._saved_at = math.inf
             run.stopping = False  # in the rounds before
+        self._weights_of = run.record.identity
         run.hello(self._number)
         run.joined = True
         if started:
@@ -215,10 +194,9 @@ class FolderRounds(Rounds):
         if not self.keeps_steps:
             self._load_newest(least=0)
         if restored is not None:
-            run.worker, self._saved_at = restored.worker, self._number
+            run.worker = restored.worker
+            self._saved_at = self._number + (restored.is_settled or restored.message is not None)
             if restored.before != log.digest_of(run.decided):
-                if restored.message is not None and restored.message not in self._forgotten:
-                    self._forgotten.append(restored.message)
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
             elif restored.message is not None:
@@ -244,22 +222,25 @@ class FolderRounds(Rounds):
             return False
         self.exchange_and_apply()
         if self.run.last is not None and self.run.last.manifest.round == number:
-            self._drop_unsent(self.run.last.manifest)
+            self._meet_own(self.run.last.manifest)
         return True
 
-    def _drop_unsent(self, manifest: Manifest) -> None:
-        """Clears the error if a manifest has a message of this worker that is later than its state."""
-        if self.run.worker in [sender.worker for sender in manifest.senders]:
+    def _meet_own(self, manifest: Manifest) -> None:
+        """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
+        if manifest.round >= self._saved_at and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
-            self.replicator.clear_momentum()
-            self.keeps_steps, self._saved_at = False, math.inf
+            self._drop_unsent()
+
+    def _drop_unsent(self) -> None:
+        self.replicator.clear_momentum()
+        self.keeps_steps, self._saved_at = False, math.inf
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         self._load_newest(least=0)
-        self._follow_run()
+        self._follow_run(asks=False)
         return self._number
 
     def resync(self, src: int) -> None:
@@ -275,16 +256,7 @@ class FolderRounds(Rounds):
 
     @property
     def is_open(self) -> bool:
-        return self._open is not None or self.replicator.in_flight or self._undecided is not None
-
-    @property
-    def _undecided(self) -> log.Envelope | None:
-        """An own message that a ForkedError put aside where the run goes on from these weights all the same.
-
-        It may be in the store, so its round is ended first.
-        """
-        wanted = self._number, log.digest_of(self.run.decided)
-        return next((each for each in self._forgotten if (each.round, each.before) == wanted), None)
+        return self._open is not None or self.replicator.in_flight
 
     def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
@@ -292,22 +264,18 @@ class FolderRounds(Rounds):
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
         """
         replicator, drift = self.replicator, None
-        if replicator.round is None and self._open is None and (undecided := self._undecided) is not None:
-            self._forgotten.remove(undecided)
-            self._open = self._round_of(undecided, in_momentum=True)
         if self._open is not None:
             replicator.round, self._open = self._open, None
         current = replicator.round
         try:
             replicator.apply(replicator.exchange())
         except (CoveredError, DriftError) as error:
-            # The manifest is known: what it has of this worker's message leaves the error. Weights and number wait, for
-            # `catch_up`, which meets the manifest again and takes a checkpoint, or for good where weights have drifted.
+            # `exchange` has noted the outcome: if it has a row, this worker's message leaves the error. Weights and
+            # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
+            # weights have drifted.
             replicator.mark_applied()
             drift = error if isinstance(error, DriftError) else None
         except ForkedError as error:
-            assert current is not None
-            self._forgotten.append(envelope_of(current))
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True
@@ -319,12 +287,10 @@ class FolderRounds(Rounds):
         assert current is not None
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
-        manifest, listed = outcome.manifest, outcome.row is not None
-        self._sent.append(Sent(manifest.round, manifest.digest, outcome.envelope.worker, listed))
         if drift is not None:
             raise drift
         self.run.end_round(outcome)
-        self.is_behind = not listed or outcome.error is not None
+        self.is_behind = outcome.row is None or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
 
@@ -360,22 +326,22 @@ class FolderRounds(Rounds):
 
     def catch_up(self) -> None:
         """After a round without this worker: applies what it missed, and asks to be waited for, unless it leaves."""
-        outcome = self.run.last
         if not self.is_behind:
             return
         self._follow_run()
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
         self.is_behind = False
-        if outcome is not None and outcome.row is None:
-            self._take_turn(outcome)
+        if self.run.last is not None and self.run.last.row is None:  # it has no turn, but may leave as the last one
+            self._take_turn(self.run.last)
 
     # Rounds that were decided without this worker
 
-    def _follow_run(self) -> None:
+    def _follow_run(self, asks: bool = True) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
 
-        The others may decide rounds faster than this worker reads them. So it says hello ahead, and they wait there.
+        The others may decide rounds faster than this worker reads them. If it `asks`, it says hello ahead, and they
+        wait there.
         """
         run, began, rounds = self.run, time.monotonic(), 0
         while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
@@ -391,7 +357,7 @@ class FolderRounds(Rounds):
                 run.follow(manifest)
                 self._meet_own(manifest)
                 rounds += 1
-                if rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
+                if asks and rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)
 
     def next_manifest(self) -> Manifest | None:
@@ -434,81 +400,20 @@ class FolderRounds(Rounds):
         """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
 
         A store that let two manifests of one round win has made two runs, which part here: the one that is there now
-        counts, unless a later one follows the other. Own messages that count no more go back into the error. `applied`:
-        the digest of the last manifest that these weights have.
+        counts, unless a later one follows the other. It may list messages of this worker that the other one did not.
+        So that none counts twice, the error is dropped. `applied`: the digest of the last manifest that these weights
+        have.
         """
         run, number = self.run, self._number
         if number == 0:
             raise MessageError("the manifest of round 0 is damaged: it follows another one") from error
-        before, after = self._around(number)
+        self._drop_unsent()
+        run.say(f"{error}; what this worker has not sent is dropped")
+        before, after = self._known_manifest(number - 1), self._manifest(number)
         if (after.before if after else before.digest) == applied:
             return  # the others, too, go on from what this worker has
-        run.say(f"{error}; going back to a checkpoint")
-        self._recount_own()
         # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
         self._load_newest(least=0 if after is None or after.before == before.digest else number + 1)
-
-    def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
-        """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
-        return self._known_manifest(number - 1), self._manifest(number)
-
-    def _recount_own(self) -> None:
-        """Makes the error hold all own messages that do not count, after manifests that were applied turned out others.
-
-        Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
-        """
-        unknown, sure = list[int](), True  # `sure`: the manifest after a round is the one that counts
-        for place, (number, digest, worker, _) in reversed([*enumerate(self._sent)]):
-            now, after = self._around(number + 1)
-            truth = after.before if after else now.digest
-            if sure and truth == digest:
-                break
-            known, sure = sure and truth == now.digest, truth == now.digest
-            if not known:
-                self._sent[place] = Sent(number, truth, worker, worker in [each.worker for each in now.senders])
-            if not known or not self._recount(place, now):
-                unknown.insert(0, number)
-        self._say_lost(unknown)
-
-    def _recount(self, place: int, manifest: Manifest) -> bool:
-        """Makes the error hold an own message, or not, as a manifest of its round has it. False if it is gone."""
-        run, (number, _, worker, was_listed) = self.run, self._sent[place]
-        names, last = [sender.worker for sender in manifest.senders], run.last
-        self._sent[place] = Sent(number, manifest.digest, worker, worker in names)
-        sent = last.envelope if last and (last.envelope.round, last.envelope.worker) == (number, worker) else None
-        if (worker in names) == was_listed:
-            return True
-        if last and sent:
-            run.last = replace(last, row=names.index(worker) if worker in names else None)
-        name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
-        if not sent and (data := run.store.get(name, most)):
-            sent = log.read_message(name, data, run.record.identity, number, worker)
-        if sent:
-            self.replicator.recount(tensor_of(sent.body), applied=worker in names)
-        return sent is not None
-
-    def _meet_own(self, manifest: Manifest) -> None:
-        """Takes out of the error what a manifest has: the message of a round that a fork ended.
-
-        Or all, if the manifest has a message that is later than this worker's state: all was in that one.
-        """
-        for sent in [each for each in self._forgotten if each.round == manifest.round]:
-            self._forgotten.remove(sent)
-            if row_of(sent, manifest) is not None:
-                self.replicator.recount(tensor_of(sent.body), applied=True)
-                self._sent.append(Sent(manifest.round, manifest.digest, sent.worker, True))
-                return
-        for place, (number, digest, *_) in enumerate(self._sent):
-            if number == manifest.round and digest != manifest.digest and not self._recount(place, manifest):
-                self._say_lost([number])
-        known = any((number, digest) == (manifest.round, manifest.digest) for number, digest, *_ in self._sent)
-        if manifest.round >= self._saved_at and not known:
-            self._drop_unsent(manifest)
-
-    def _say_lost(self, rounds: list[int]) -> None:
-        if rounds:
-            told = ", ".join(str(number + 1) for number in rounds)
-            self.run.say(f"this worker's messages of rounds {told} may be lost or count twice: they are gone")
 
     # Checkpoints
 
@@ -552,7 +457,7 @@ class FolderRounds(Rounds):
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
         head, found = _split(name, data)
-        before = self._around(number)[0] if number else None
+        before = self._known_manifest(number - 1) if number else None
         mine = (run.record.identity if number else "", number, _shapes(tensors))
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
@@ -585,7 +490,7 @@ class FolderRounds(Rounds):
 
         number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if self._saved_at < math.inf or self._forgotten:
+        if self._saved_at < math.inf:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._meet_own(missed)
 
@@ -617,29 +522,25 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        run, current = self.run, self._open or self.replicator.round
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
             return self._restored.entry()
-        if run._record is None:
+        if not self._weights_of:
             return {}
         self.replicator.let_extract()
-        message = None
+        run, current, message = self.run, self._open or self.replicator.round, None
         if current is not None and current.data and current.message is not None:  # data: the error has its content
             message = envelope_of(current)
         before = log.digest_of(run.decided)
-        found = SavedWorker(run.record.identity, run.worker, before, [*self._sent], message, self._forgotten)
-        return found.entry()
+        settled = run.last is not None and run.last.manifest.round == self._number
+        return SavedWorker(run.record.identity, run.worker, before, message, settled).entry()
 
     def check_entry(self, entry: Any) -> None:
         SavedWorker.of(entry)
 
-    def restore(self, entry: dict[str, Any]) -> bool:
+    def restore(self, entry: dict[str, Any]) -> None:
         """Takes the result of `entry`. The worker joins the run again."""
-        found = self._restored = SavedWorker.of(entry)
-        self._sent = deque(found.sent if found else (), _REMEMBERED)
-        self._forgotten = [*found.forgotten] if found else []
+        self._restored = SavedWorker.of(entry)
         self._open, self._weights_of, self.run.joined = None, "", False
-        return found is not None and found.message is not None
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:

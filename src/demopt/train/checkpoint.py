@@ -58,7 +58,7 @@ def read(path: Path) -> CheckpointRecord:
         return CheckpointRecord(
             int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens)
         )
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _unreadable(path, error) from None
 
 

@@ -282,11 +282,8 @@ class Worker:
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self._sequences)  # a small machine counts as what it is
-        sent, self._sequences = self._sequences, 0
-        before = self.run.last and self.run.last.envelope
+        self._sequences = 0
         self.optimizer.finish_round()
-        if self.run.last and self.run.last.envelope is before and not self.optimizer._rounds.is_open:
-            self._sequences = sent  # a fork has undone the message
         self._hear(loss)
         if self.run.leaving:
             self.optimizer.flush()
@@ -297,13 +294,10 @@ class Worker:
         run, last, report = self.run, self.run.last, self.report
         if last is None or last is self._last:
             return
-        before, self._last, manifest = self._last, last, last.manifest
+        self._last, manifest = last, last.manifest
         unsent = int(numbers_of(last.envelope.note).get("sequences", 0))
         if manifest.refused.get(last.envelope.worker) == NOT_FINITE:  # its work is dropped
             unsent = 0
-        if before is not None and before.envelope is last.envelope:  # `FolderRounds._recount` changed its row
-            self._sequences += unsent if last.row is None else -unsent
-            return
         self._sequences += unsent if last.row is None else 0
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
