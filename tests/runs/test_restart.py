@@ -18,7 +18,7 @@ from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.inbox import CoveredError, ForkedError, envelope_of
+from demopt.runs.inbox import CoveredError
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import status_of
 
@@ -131,10 +131,8 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     digest, weights = other.digest, Worker(store, 3)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
-    wrong += [{"is_settled": 3}]
-    needed = ("run", "worker", "before", "message")
-    lacking = [{k: known[k] for k in known if k != name} for name in needed]
-    for folder in [{**known, **each} for each in wrong] + lacking:
+    lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
+    for folder in [{**known, **each} for each in [*wrong, {"is_settled": 3}]] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
                 worker.optimizer.load_state_dict({**state, "folder": folder})
@@ -150,37 +148,6 @@ def test_state_of_round_0_goes_on_where_later_ones_were_known(store: Any) -> Non
     digest = worker.digest
     worker.optimizer.load_state_dict(state)
     assert (worker.join().rounds, worker.digest) == (2, digest)
-
-
-@pytest.mark.parametrize("restarts", [True, False])
-def test_message_that_a_fork_ended_counts_once_if_a_manifest_lists_it(restarts: bool) -> None:
-    """The worker reads another manifest of the round before, as from a cache. It ends then, or goes on."""
-    bare = ObjectStore()
-    other, dies = Counter(bare, 0, 0), Counter(bare, 1, 0)
-    for worker in (dies, dies, other, other):
-        worker.step()
-
-    def fork(_: Any) -> None:
-        dies.run._put(envelope_of(dies.optimizer.replicator.round))
-        raise ForkedError("another manifest")
-
-    known, dies.run._require_round_before = dies.run._require_round_before, fork
-    dies.step()
-    dies.step()
-    dies.run._require_round_before = known
-    if not restarts:
-        dies.step()
-        dies.step()
-        assert times_applied(bare, [other, dies]) == [[1.0] * 2, [1.0] * 6]
-        return
-    state = copy.deepcopy(dies.optimizer.own_state_dict())
-    for _ in range(2):
-        other.step()
-    assert [sender.worker for sender in other.run.decided.senders] == ["w0", "w1"]
-    again = Counter(bare, 1, 0, state)
-    again.taken = dies.taken
-    again.step()
-    assert times_applied(bare, [other, again]) == [[1.0] * 4, [1.0] * 5]
 
 
 def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None:
