@@ -440,7 +440,7 @@ class FolderExchange(VaryingExchange):
         """
         found = dict(known or {})
 
-        def read(sender: log.Sender) -> None:
+        def read(sender: log.Sender) -> int:
             name, most = log.message_name(manifest.round, sender.worker), wiring.route.widths[0] + log.MOST_ENVELOPE
 
             def named(data: bytes) -> bytes:
@@ -456,11 +456,12 @@ class FolderExchange(VaryingExchange):
             data = self.wait_for(get, f"{name} is gone from {self.store.address}, and no checkpoint has its round")
             if log.digest(data) != sender.digest:  # a cache may have given a part of it as the whole: read it again
                 data = self.store.read(name, most, named)
-            self.received_bytes += len(data)
             body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
             found[sender.digest] = check_message(wiring, header, tensor_of(body))
+            return len(data)
 
-        self._all([partial(read, sender) for sender in manifest.senders if sender.digest not in found])
+        unread = [partial(read, sender) for sender in manifest.senders if sender.digest not in found]
+        self.received_bytes += sum(self._all(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
     def end_round(self, outcome: FolderOutcome) -> None:

@@ -99,6 +99,7 @@ class Inbox:
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(hello, worker) for worker in greeting]
         found = self._run._all([*reads, *also])
+        self._run.received_bytes += sum(found[: len(new)])
         for worker, seconds in zip(greeting, found[len(new) :], strict=False):
             if seconds is None:
                 self._others.add(worker)
@@ -146,18 +147,18 @@ class Inbox:
         hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
         return log.draft(author, self._attached.decided, self.valid, self.refused, hellos)
 
-    def _read(self, worker: str) -> None:
-        """Reads a message, if what was listed is there."""
+    def _read(self, worker: str) -> int:
+        """Reads a message, if what was listed is there; returns its bytes."""
         run, number = self._run, self._header.round_number
-        name = log.message_name(number, worker)
+        name, data = log.message_name(number, worker), None
         try:
             if (data := run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)) is None:
                 self._unreadable.add(worker)
             else:
-                run.received_bytes += len(data)
                 self.add(log.read_message(name, data, run.record.identity, number, worker), log.digest(data))
         except MessageError as error:
             self.refused[worker] = str(error)
+        return len(data or b"")
 
 
 def renamed(sent: Envelope) -> Envelope:
