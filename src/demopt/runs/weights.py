@@ -70,9 +70,8 @@ class SavedWorker:
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
             settled = entry.get("is_settled", False)  # early 0.3.0 wrote none
-            if not (log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and isinstance(before, str)):
-                raise TypeError
-            if not isinstance(settled, bool):
+            named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker)
+            if not (named and isinstance(before, str) and isinstance(settled, bool)):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
             return SavedWorker(run, worker, before, message, settled)
@@ -527,12 +526,11 @@ class FolderRounds(Rounds):
         if not self._weights_of:
             return {}
         self.replicator.let_extract()
-        run, current, message = self.run, self._open or self.replicator.round, None
-        if current is not None and current.data and current.message is not None:  # data: the error has its content
-            message = envelope_of(current)
-        before = log.digest_of(run.decided)
-        settled = run.last is not None and run.last.manifest.round == self._number
-        return SavedWorker(run.record.identity, run.worker, before, message, settled).entry()
+        run, current, before = self.run, self._open or self.replicator.round, log.digest_of(self.run.decided)
+        is_sent = current and current.data and current.message is not None  # data: the error has its content
+        message = envelope_of(current) if current and is_sent else None
+        is_settled = run.last is not None and run.last.manifest.round == self._number
+        return SavedWorker(run.record.identity, run.worker, before, message, is_settled).entry()
 
     def check_entry(self, entry: Any) -> None:
         SavedWorker.of(entry)
