@@ -48,8 +48,3 @@ def test_another_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_another_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"english\.txt has the SHA-256"):
         texts.check("english.txt", b"chips", texts.TEXTS["english"].sha256)
-
-
-def test_every_text_comes_from_archives_with_a_hash() -> None:
-    folders = {folder.split("/")[0] for text in texts.TEXTS.values() for folder in text.folders}
-    assert folders == set(texts.ARCHIVES)

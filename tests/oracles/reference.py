@@ -95,10 +95,6 @@ def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
 
     "divisor" keeps top_k for any chunk size. "padded" scales it with the chunk, and sends a whole chunk if that takes
     no more bits than the kept values with their positions.
-
-    Examples:
-        >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="padded", values="float32"))
-        8
     """
     N: int = chunk_elements
     top_k: int = settings["top_k"]

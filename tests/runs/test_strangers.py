@@ -48,8 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
 
 
 def test_joining_worker_takes_the_threads_of_openmp(finished: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "set_num_threads", (asked := list[int]()).append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for number, words in enumerate(((), ("--threads", 3))):
         assert forked.demopt("join", finished, "--out", tmp_path / str(number), *words).returncode == 0

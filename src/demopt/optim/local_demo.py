@@ -504,7 +504,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.parameters = parameters
         self.param_groups[:] = groups
         begins = self._weights.create(also)
-        if begins:
+        if begins or len(groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
 
@@ -613,6 +613,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         kept = self._rounds.entry()
+        if self.replicator.round is None:  # an inner optimizer may have got groups since the last step
+            self._follow_inner()
         return {**super().own_state_dict(), **({"folder": kept} if kept else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:

@@ -103,12 +103,7 @@ class BatchSizes:
 
 
 def passes(config: TrainConfig, sequences: int) -> list[int]:
-    """Returns the sequences of each forward pass: at most --batch, which is what fits the memory.
-
-    Examples:
-        >>> passes(TrainConfig(batch=4), 13)
-        [4, 4, 4, 1]
-    """
+    """Returns the sequences of each forward pass: at most --batch, which is what fits the memory."""
     return [min(config.batch, sequences - first) for first in range(0, sequences, config.batch)]
 
 
