@@ -35,13 +35,6 @@ def test_all_parts_run_and_are_written(tmp_path: Path) -> None:
     assert told["bench"]["124M"]["milliseconds"].keys() == told["bench"]["1B"]["milliseconds"].keys()
 
 
-def test_a_size_that_does_not_fit_is_skipped_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "free_bytes", lambda _: 10**6)
-    found = gpu.steps(torch.device("cpu"), quick=True)
-    assert "GB are free" in found["1B"]["skipped"]
-    assert "skipped" in gpu.PARTS["bench"][1](found)
-
-
 @pytest.mark.nightly
 def test_bench_measures_every_method_with_one_process_and_with_two(tmp_path: Path) -> None:
     (tmp_path / "shapes.json").write_text("[[64, 64], [256, 8], [64]]")

@@ -1,14 +1,11 @@
 """Machines in network namespaces: links carry what they say, cuts cut, and nothing is left behind. Takes root."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from laboratory.network import machines, race
+from laboratory.network import machines
 from laboratory.network.machines import Link, MissingError, bring_up
 from laboratory.network.scenario import Cut, Scenario, run
 
@@ -76,13 +73,6 @@ def root() -> None:
             pass
     except MissingError as error:
         pytest.skip(f"no machines here: they need {error}")
-
-
-def test_without_root_the_race_says_so_and_ends(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", ["race", "--out", str(tmp_path)])
-    race.main()
-    assert capsys.readouterr().out.startswith("no machines here: they need ")
 
 
 @pytest.mark.usefixtures("root")

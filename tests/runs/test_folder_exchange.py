@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import re
 import threading
@@ -393,6 +394,12 @@ def test_inner_state_that_is_no_tensor_is_not_lent(store):
     worker.optimizer.inner[0].state[worker.model[0].weight]["notes"] = ["text"]
     worker.round()
     assert store.list("moments") == {"00000001"}
+
+
+@pytest.mark.parametrize("name", ["my laptop", "", "ü", "../x", "a" * 65, 5])
+def test_name_of_a_worker_that_others_would_not_read_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=r"worker is .*; give 1 to 64 letters"):
+        FolderExchange(os.fsencode(tmp_path)).worker = name
 
 
 def test_demo_and_route_owner_refuse_a_folder(store):

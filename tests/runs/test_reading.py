@@ -4,6 +4,7 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import hypothesis
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from test_protocol import ACTIONS, MOST, InTurns, schedule
+from workers import Worker
 
 import demopt
 from demopt.errors import MessageError, SettingsError
@@ -107,6 +109,19 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
             future.result()
     assert len(futures) == 3
     assert read == Counter(dict.fromkeys(range(101), 2))
+
+
+def test_state_knows_what_its_local_steps_have_read() -> None:
+    read, store, state = Counter[int](), ObjectStore(), None
+    for steps in (5, 99):
+        worker = Worker(store, 0)
+        if state:
+            worker.optimizer.load_state_dict(state)
+        for batch in islice(demopt.RunSampler(worker.optimizer, 20, batch=2), steps):
+            worker.step()
+            read.update(batch)
+        state = worker.optimizer.own_state_dict()
+    assert read == Counter(range(20))
 
 
 def test_worker_with_other_data_is_refused_before_it_sends() -> None:

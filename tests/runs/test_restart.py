@@ -132,7 +132,8 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
-    for folder in [{**known, **each} for each in [*wrong, {"is_settled": 3}]] + lacking:
+    wrong += [{"is_settled": 3}, {"read": "3"}, {"read": '["a"]'}]
+    for folder in [{**known, **each} for each in wrong] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
                 worker.optimizer.load_state_dict({**state, "folder": folder})

@@ -102,8 +102,9 @@ def test_key_files(tmp_path):
         read_key(tmp_path / "key")
     with pytest.raises(ValueError, match="openssl rand -hex 32"):
         read_key(tmp_path / "none")
-    with pytest.raises(ValueError, match="the key has 3 bytes"):
-        Keyed(ObjectStore(), b"abc")
+    for wrong in (b"abc", "a" * 32):
+        with pytest.raises(ValueError, match="the key is not of 32 bytes"):
+            Keyed(ObjectStore(), wrong)
 
 
 @pytest.mark.parametrize(

@@ -66,21 +66,7 @@ class Piece:
 
 
 class Block:
-    """The chunks of `pieces`, from chunk `start` of a chunk group on.
-
-    Examples:
-        >>> parameter = torch.zeros(5, 2)
-        >>> block = Block([Piece(Member(0, parameter, chunking((5, 2), chunk=4)), first=0, last=2, start=0)], start=0)
-        >>> chunks, spare = torch.zeros(2, 2, 3, 2)
-        >>> block.read([torch.arange(10.0).view(5, 2)], chunks, spare)
-        >>> chunks[1]
-        tensor([[6., 7.],
-                [8., 9.],
-                [0., 0.]])
-        >>> block.write(chunks, spare)[0].T
-        tensor([[0., 2., 4., 6., 8.],
-                [1., 3., 5., 7., 9.]])
-    """
+    """The chunks of `pieces`, from chunk `start` of a chunk group on."""
 
     def __init__(self, pieces: Sequence[Piece], start: int) -> None:
         self.pieces = pieces

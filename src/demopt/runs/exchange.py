@@ -112,7 +112,7 @@ class FolderExchange(VaryingExchange):
         self._new_run: dict[str, Any] = {"checkpoint_every": every, "keep_log": keep_log, "settings": settings or {}}
         _as_json("settings", self._new_run, log.MOST_JSON // 2)
         patience = check_number("patience", patience)
-        store = address if isinstance(address, Store) else open_store(os.fspath(address))
+        store = address if isinstance(address, Store) else open_store(os.fsdecode(address))
         self._patient = Patient(store, patience, lambda text: self.say(text))
         self._patient.asked_to_stop = lambda: self.asked_to_stop()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
@@ -139,13 +139,24 @@ class FolderExchange(VaryingExchange):
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
-        self._read = set[int]()  # numbers that it has given out; they are in no manifest yet
+        self.numbers_read = set[int]()  # numbers that it has given out; they are in no manifest yet
         self._greeted = set[int]()  # rounds in which others wait for this worker
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
+
+    @property
+    def worker(self) -> str:
+        """This worker's name in the run."""
+        return self._worker
+
+    @worker.setter
+    def worker(self, name: str) -> None:
+        if not (isinstance(name, str) and log.NAME.fullmatch(name)):  # others would read none of its objects
+            raise ValueError(f"worker is {name!r}; give 1 to 64 letters of A to Z, digits and dashes")
+        self._worker = name
 
     @property
     def record(self) -> Record:
@@ -252,14 +263,14 @@ class FolderExchange(VaryingExchange):
 
         Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
         """
-        found = [*islice((number for number in self._holds if number not in self._read), most)]
-        self._read |= {*found}
+        found = [*islice((number for number in self._holds if number not in self.numbers_read), most)]
+        self.numbers_read |= {*found}
         return found
 
     @property
     def held(self) -> int:
         """How many numbers this worker holds that `take` has not given out."""
-        return sum(number not in self._read for number in self._holds)
+        return sum(number not in self.numbers_read for number in self._holds)
 
     @property
     def all_read(self) -> bool:
@@ -291,8 +302,8 @@ class FolderExchange(VaryingExchange):
             )
         reads: Reads | None = None
         if self.total:
-            self._read = {*takewhile(self._read.__contains__, self._holds)}
-            reads = Reads(len(self._read), self.wanted, self.total)
+            self.numbers_read = {*takewhile(self.numbers_read.__contains__, self._holds)}
+            reads = Reads(len(self.numbers_read), self.wanted, self.total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,

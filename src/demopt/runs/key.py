@@ -40,8 +40,8 @@ class Keyed(Store):
     """
 
     def __init__(self, inner: Store, key: bytes) -> None:
-        if len(key) != KEY_BYTES:
-            raise ValueError(f"the key has {len(key)} bytes; a run's key has {KEY_BYTES}: secrets.token_bytes(32)")
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(f"the key is not of {KEY_BYTES} bytes; make one with secrets.token_bytes({KEY_BYTES})")
         self._inner, self._key, self.address = inner, key, inner.address
         self._foreign: set[str] = set()  # names that a stranger has taken
 

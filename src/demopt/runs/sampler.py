@@ -60,11 +60,12 @@ class RunSampler:
         self.run.total = self.sequences * check_count("epochs", epochs)
 
     def __iter__(self) -> Iterator[list[int]]:
-        optimizer, run, read = self.optimizer, self.run, 0
+        optimizer, run = self.optimizer, self.run
         weighs = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
         ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
         run.wanted = self.batch * optimizer.sync_every * ahead
         optimizer.join()
+        read = len(run.numbers_read)  # in the local steps of a state
         while not (run.all_read or run.stopping or run.leaving):
             numbers = run.take(self.batch)
             read = len(numbers) + (read if optimizer.local_steps else 0)

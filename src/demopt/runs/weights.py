@@ -61,6 +61,7 @@ class SavedWorker:
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
     is_settled: bool  # the round's manifest was known, and the error has what it says; the weights waited
+    read: list[int]  # numbers of sequences that no manifest has as read
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -69,19 +70,19 @@ class SavedWorker:
             return None
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
-            settled = entry.get("is_settled", False)  # early 0.3.0 wrote none
-            named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker)
+            settled, read = entry.get("is_settled", False), json.loads(entry.get("read", "[]"))  # as early 0.3.0
+            named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
             if not (named and isinstance(before, str) and isinstance(settled, bool)):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
-            return SavedWorker(run, worker, before, message, settled)
+            return SavedWorker(run, worker, before, message, settled, read)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
     def entry(self) -> dict[str, Any]:
         """Writes the entry."""
         message = None if self.message is None else tensor_of(self.message.packed())
-        return {**vars(self), "message": message}
+        return {**vars(self), "message": message, "read": json.dumps(self.read)}
 
 
 class FolderRounds(Rounds):
@@ -232,6 +233,7 @@ class FolderRounds(Rounds):
 
     def _drop_unsent(self) -> None:
         self.replicator.clear_momentum()
+        self.run.numbers_read.clear()  # whoever holds them reads them again
         self.keeps_steps, self._saved_at = False, math.inf
 
     def observe(self) -> int:
@@ -530,7 +532,9 @@ class FolderRounds(Rounds):
         is_sent = current and current.data and current.message is not None  # data: the error has its content
         message = envelope_of(current) if current and is_sent else None
         is_settled = run.last is not None and run.last.manifest.round == self._number
-        return SavedWorker(run.record.identity, run.worker, before, message, is_settled).entry()
+        return SavedWorker(
+            run.record.identity, run.worker, before, message, is_settled, sorted(run.numbers_read)
+        ).entry()
 
     def check_entry(self, entry: Any) -> None:
         SavedWorker.of(entry)
@@ -538,6 +542,7 @@ class FolderRounds(Rounds):
     def restore(self, entry: dict[str, Any]) -> None:
         """Takes the result of `entry`. The worker joins the run again."""
         self._restored = SavedWorker.of(entry)
+        self.run.numbers_read = {*self._restored.read} if self._restored else set()
         self._open, self._weights_of, self.run.joined = None, "", False
 
 

@@ -327,7 +327,7 @@ class Worker:
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
         # not `state_dict`, which warns of local steps: here they are meant
-        state = {"drawn": self.drawn, "optimizer": self.optimizer.own_state_dict()}
+        state = {"drawn": self.drawn, "sequences": self._sequences, "optimizer": self.optimizer.own_state_dict()}
         with self.out.writing():
             write_whole(self.out.state, lambda aside: torch.save(state, aside))
 
@@ -340,7 +340,7 @@ class Worker:
             if broken := zipfile.ZipFile(place).testzip():  # torch reads past wrong checksums
                 raise ValueError(f"{broken} in it is damaged")
             state = torch.load(place, map_location="cpu", weights_only=True)
-            self.drawn = int(state["drawn"])
+            self.drawn, self._sequences = int(state["drawn"]), int(state.get("sequences", 0))
             self.optimizer.load_state_dict(state["optimizer"])
         except Exception as error:  # of zip, pickle, torch or the optimizer: it may hold anything
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
