@@ -80,8 +80,8 @@ class OptimizerState:
         old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            # At an own key that the file lacks there is None, or with older torch the entry of now. Nobody takes over
-            # from it: fewer ranks saved the file, so this rank is none of those in `overlaps`.
+            # At an own key that the file lacks there is what `LoadPlanner` left: None, or with older torch the entry of
+            # now. Nobody takes over from it: fewer ranks saved the file, so this rank is none of those in `overlaps`.
             if not (match := _KEY.fullmatch(key)) or entry is None:
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
@@ -124,7 +124,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Adds the keys of other ranks; called by DCP."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        super().set_up_planner(state_dict, metadata, is_coordinator)  # newer torch puts None for every `_Entry`
         saved = metadata.state_dict_metadata if metadata is not None else {}
         # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
         # The keys there are this rank's; instead come those of the old ranks that it takes over from. Their value only
@@ -143,10 +143,6 @@ class LoadPlanner(DefaultLoadPlanner):
             # DCP would take the file for one of torch 2.3.
             if old_size and key not in saved:
                 del self.state_dict[key]
-        for key, entry in list(self.state_dict.items()):
-            if key.endswith("folder") and isinstance(entry, _Entry) and key not in saved:
-                del self.state_dict[key]
-                entry.values = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""

@@ -5,7 +5,7 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from stores import Through
 from workers import Counter, Worker, joined, replayed, times_applied, together
 
+from demopt import LocalDeMo
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.exchange import SingleRank
@@ -37,7 +38,7 @@ class Silent(Through):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("decided", ["with it", "without it", "after the restart", "long ago"])
+@pytest.mark.parametrize("decided", ["with it", "without it", "after the restart", "at a second join", "long ago"])
 @pytest.mark.parametrize("saved", ["after the error", "before the message", "a step later"])
 def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
     delay: int, decided: str, saved: str
@@ -55,11 +56,9 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
     dies.step()
     state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
     silent.away = True
-    try:
+    with suppress(ExchangeError):
         dies.step()
         dies.optimizer.flush()
-    except ExchangeError:
-        pass
     name = log.message_name(number, "w1")
     message = bare.get(name, 1 << 20)
     assert message is not None
@@ -70,15 +69,21 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
         state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
     if decided == "without it":
         bare.delete([name])
-    if decided != "after the restart":
+    if decided not in ("after the restart", "at a second join"):
         for _ in range(4 if decided == "long ago" else 2):
             other.step()
         other.optimizer.flush()
         senders = [each.worker for each in log.read_manifest(bare, other.run.record.identity, number).senders]
         assert ("w1" in senders) == (decided != "without it")
     bare.put_if_absent(name, message)
-    again = Counter(bare, 1, delay, state)
+    with patch.object(LocalDeMo, "join"):
+        again = Counter(silent, 1, delay, state)
     again.taken = dies.taken
+    if decided == "at a second join":
+        with pytest.raises(ExchangeError):
+            again.optimizer.join()
+    silent.away = False
+    again.optimizer.join()
     assert saved == "before the message" or again.optimizer.local_steps == (saved == "a step later")
     for _ in range(3):
         again.step()

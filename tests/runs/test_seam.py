@@ -205,7 +205,6 @@ def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins, kept):
     copy(parts[1 - wins], bare, only="message" if kept else "nothing")
     for worker in workers:
         worker.run.store.inner.inner = bare
-    for worker in workers:
         for _ in range(4):
             worker.step()
     times = times_applied(bare, workers)

@@ -3,7 +3,6 @@
 One finished run of `demopt train` without a key, whose objects the tests edit.
 """
 
-import dataclasses
 import io
 import json
 import math
@@ -53,20 +52,6 @@ def test_joining_worker_takes_the_threads_of_openmp(finished: Path, tmp_path: Pa
     for number, words in enumerate(((), ("--threads", 3))):
         assert forked.demopt("join", finished, "--out", tmp_path / str(number), *words).returncode == 0
     assert asked == [3]
-
-
-def test_work_that_a_fork_dropped_weighs_in_no_message(tmp_path: Path, text: str, monkeypatch: Any) -> None:
-    def forks(store: Any, manifest: log.Manifest, propose: Any = log.propose) -> log.Manifest | None:
-        put: log.Manifest | None = propose(store, manifest)
-        if manifest.round == 1:  # the run goes on from another one
-            store.delete([log.manifest_name(1)])
-            propose(store, dataclasses.replace(manifest, at="another"))
-        return put
-
-    monkeypatch.setattr(log, "propose", forks)
-    forked.demopt("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
-    manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/rounds/*/manifest"))]
-    assert [sender["samples"] for manifest in manifests for sender in manifest["senders"]] == [10, 10, 10, 10]
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 27  # an accelerator pays for each operation: a ch
 
 
 @dataclass(frozen=True)
-class Member:
+class ChunkedParameter:
     """A parameter in a chunk group; `number` is its place among all parameters, the same on all ranks."""
 
     number: int
@@ -43,25 +43,25 @@ class Member:
 class Piece:
     """Grid rows [first, last) of one parameter's chunks inside a block, from the block's chunk `start` on."""
 
-    member: Member
+    of: ChunkedParameter
     first: int
     last: int
     start: int
 
     @property
     def chunks(self) -> int:
-        return (self.last - self.first) * self.member.chunking.grid[1]
+        return (self.last - self.first) * self.of.chunking.grid[1]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows h of the parameter's matrix, and columns; those that pad the last chunks are among the columns."""
-        cut = self.member.chunking
+        cut = self.of.chunking
         r, c = cut.chunk_shape
         return min(self.last * r, cut.matrix[0]) - self.first * r, cut.grid[1] * c
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of a tensor shaped like the parameter, as a view."""
-        r = self.member.chunking.chunk_shape[0]
+        r = self.of.chunking.chunk_shape[0]
         return tensor[self.first * r : self.last * r] if tensor.dim() > 1 else tensor
 
 
@@ -77,7 +77,7 @@ class Block:
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor] | None:
         """The line of the parameters for each line of the chunks, F for zeros, and the reverse; None if in order."""
-        r, c = self.pieces[0].member.chunking.chunk_shape
+        r, c = self.pieces[0].of.chunking.chunk_shape
         lines = sum(self._sizes) // c
         sources, begin = torch.full((self.stop - self.start, r), lines, device="cpu"), 0
         for piece in self.pieces:
@@ -91,7 +91,7 @@ class Block:
             return None
         targets = torch.empty(lines + 1, dtype=torch.int64, device="cpu")
         targets.scatter_(0, flat, torch.arange(len(flat), device="cpu"))
-        device = self.pieces[0].member.parameter.device
+        device = self.pieces[0].of.parameter.device
         return flat.to(device, torch.int32), targets[:-1].to(device, torch.int32)
 
     def read(
@@ -122,7 +122,7 @@ class Block:
             flat = spare_Crc.view(-1)[: sum(self._sizes)]
             torch.index_select(chunks_Crc.view(-1, c), 0, self._places[1], out=flat.view(-1, c))
         parts = zip(self.pieces, flat.split(self._sizes), strict=True)
-        return [part.view(piece.shape)[:, : piece.member.chunking.matrix[1]] for piece, part in parts]
+        return [part.view(piece.shape)[:, : piece.of.chunking.matrix[1]] for piece, part in parts]
 
     def _join(self, tensors: Sequence[Tensor | None], out_Crc: Tensor, zeros: int = 0) -> None:
         """Writes the pieces' rows of the tensors end to end, and so many zeros."""
@@ -133,7 +133,7 @@ class Block:
             if tensor is None:
                 parts.append(zero.expand(size))
                 continue
-            rows, padding = piece.rows(tensor), piece.shape[1] - piece.member.chunking.matrix[1]
+            rows, padding = piece.rows(tensor), piece.shape[1] - piece.of.chunking.matrix[1]
             if padding:
                 rows = torch.nn.functional.pad(rows.reshape(piece.shape[0], -1), (0, padding))
             parts.append(rows.reshape(-1))
@@ -145,12 +145,12 @@ class Block:
             flat.copy_(torch.cat(parts))
 
 
-def blocks_of(members: Sequence[Member], most: int, undivided: bool) -> Iterator[Block]:
+def blocks_of(parameters: Sequence[ChunkedParameter], most: int, undivided: bool) -> Iterator[Block]:
     """Yields blocks of at most `most` chunks, or of one grid row if that has more; `undivided`: of whole parameters."""
     pieces: list[Piece] = []
     start = count = 0
-    for member in members:
-        down, across = member.chunking.grid
+    for chunked in parameters:
+        down, across = chunked.chunking.grid
         unit, first = down if undivided else 1, 0  # grid rows
         while first < down:
             rows = max(most - count, 0) // (unit * across) * unit
@@ -159,7 +159,7 @@ def blocks_of(members: Sequence[Member], most: int, undivided: bool) -> Iterator
                 pieces, start, count = [], start + count, 0
                 continue
             last = min(first + max(rows, unit), down)
-            pieces.append(Piece(member, first, last, count))
+            pieces.append(Piece(chunked, first, last, count))
             count += pieces[-1].chunks
             first = last
     if pieces:
@@ -201,15 +201,15 @@ class ChunkGroup:
         self,
         key: GroupKey,
         settings: Hyperparameters,
-        members: list[Member],
+        parameters: list[ChunkedParameter],
         kernels: str = "auto",
         before: "ChunkGroup | None" = None,
     ) -> None:
         self.key = key
         self.settings = settings  # the wiring replaces it when a hyper-parameter changes
-        self.members = members
+        self.parameters = parameters
         self.rule = settings.update
-        self.chunks = sum(member.chunking.chunks for member in members)
+        self.chunks = sum(chunked.chunking.chunks for chunked in parameters)
         shape = (self.chunks, *key.chunk_shape)
         self.momentum: Tensor = before.momentum if before else torch.zeros(shape, dtype=key.dtype, device=key.device)
         self.flat_momentum = self.momentum.view(self.chunks, key.length)  # [C, N]
@@ -221,7 +221,7 @@ class ChunkGroup:
             self.rule_state |= {name: self.momentum.new_zeros(self.chunks, 1, 1) for name in self.rule.weights}
         elements = _BLOCK_ELEMENTS if key.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
         self.block_chunks = max(elements // key.length // GRANULE, 1) * GRANULE
-        self.blocks = list(blocks_of(members, self.block_chunks, undivided=self.rule.whole_matrix))
+        self.blocks = list(blocks_of(parameters, self.block_chunks, undivided=self.rule.whole_matrix))
         self.section = Section(self.chunks, key.length, key.keep, key.values)  # its part of a message
         device = str(key.device)
         rows, columns = (basis(key.transform, side, key.dtype, device) for side in key.chunk_shape)
@@ -235,7 +235,7 @@ class ChunkGroup:
             self.largest_level = QUANTIZERS[key.values].largest_level
         self.kernel: Kernel | None = None  # None: torch operations
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
-            chunkings = [member.chunking for member in members]
+            chunkings = [chunked.chunking for chunked in parameters]
             keep = None if self.section.all_signs else key.keep
             self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
         # the same kernel where it can do more, otherwise None
@@ -246,9 +246,9 @@ class ChunkGroup:
     def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""
         flat, start = tensor_Cnn.flatten(1), 0
-        for member in self.members:
-            yield member.parameter, flat[start : start + member.chunking.chunks]
-            start += member.chunking.chunks
+        for chunked in self.parameters:
+            yield chunked.parameter, flat[start : start + chunked.chunking.chunks]
+            start += chunked.chunking.chunks
 
 
 def group_key(parameter: Tensor, number: int, settings: Hyperparameters) -> tuple[GroupKey, Chunking]:
@@ -272,18 +272,18 @@ def build(
     Shapes and settings alone determine their order. Those of `before` with the same parameters and chunks hand over
     their buffers, so that a round that began with them can subtract from the same momentum.
     """
-    members: dict[GroupKey, list[Member]] = {}
+    by_key: dict[GroupKey, list[ChunkedParameter]] = {}
     for number, (group, parameter) in enumerate(parameters):
         if parameter.requires_grad:
             key, cut = group_key(parameter, group, settings[group])
-            members.setdefault(key, []).append(Member(number, parameter, cut))  # also without chunks: it has a state
-    old = {_buffers_of(chunk_group.key, chunk_group.members): chunk_group for chunk_group in before}
+            by_key.setdefault(key, []).append(ChunkedParameter(number, parameter, cut))  # also without chunks
+    old = {_buffers_of(chunk_group.key, chunk_group.parameters): chunk_group for chunk_group in before}
     return [
         ChunkGroup(key, settings[key.param_group], mine, kernels, old.get(_buffers_of(key, mine)))
-        for key, mine in members.items()
+        for key, mine in by_key.items()
     ]
 
 
-def _buffers_of(key: GroupKey, members: list[Member]) -> tuple[object, ...]:
+def _buffers_of(key: GroupKey, parameters: list[ChunkedParameter]) -> tuple[object, ...]:
     """Returns the traits that must be equal for one chunk group to take over another's buffers."""
-    return (key.chunk_shape, key.dtype, key.device, *((id(member.parameter), member.chunking) for member in members))
+    return (key.chunk_shape, key.dtype, key.device, *((id(each.parameter), each.chunking) for each in parameters))

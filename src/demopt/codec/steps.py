@@ -73,8 +73,8 @@ def compress(
     # Step 4: q <- V as the bytes carry it
     if chunk_group.kernel is None:
         return section.encode(*_by_blocks(chunk_group, gradients, minus, factors, workspace))
-    mine = [gradients[member.number] for member in chunk_group.members]
-    less = None if minus is None else [minus[member.number] for member in chunk_group.members]
+    mine = [gradients[chunked.number] for chunked in chunk_group.parameters]
+    less = None if minus is None else [minus[chunked.number] for chunked in chunk_group.parameters]
     found = chunk_group.kernel.extract(mine, less, chunk_group.momentum, factors)
     return sign_planes(*found) if section.all_signs else section.encode(*found)
 
@@ -122,8 +122,8 @@ def _by_blocks(
     for block in chunk_group.blocks:
         here = slice(block.start, block.stop)
         chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
-        mine = [gradients[piece.member.number] for piece in block.pieces]
-        less = None if minus is None else [minus[piece.member.number] for piece in block.pieces]
+        mine = [gradients[piece.of.number] for piece in block.pieces]
+        less = None if minus is None else [minus[piece.of.number] for piece in block.pieces]
         block.read(mine, chunks, spare, less)
         # steps 1 and 2, in one matrix product with an addition
         transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, factors)
@@ -211,7 +211,7 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, 
     if not (chunk_group.rule.signs_only or abs(lr) == 1):  # fused with the addition, some hardware would round once
         direction_Crc.mul_(factor)
         factor = 1.0
-    targets = [piece.rows(to_local(piece.member.parameter.detach())) for piece in block.pieces]
+    targets = [piece.rows(to_local(piece.of.parameter.detach())) for piece in block.pieces]
     dtypes = {target.dtype for target in targets}
     for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # whose rounding changes the directions
         if dtype == torch.bfloat16:
@@ -233,15 +233,15 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, 
 def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float], round_number: int) -> None:
     """direction <- decay X + factor direction, rounded to bfloat16, for the parameters of that dtype."""
     (decay, factor), direction_Crc = factors, pair_2Crc[0]
-    narrow = [piece for piece in block.pieces if piece.member.parameter.dtype == torch.bfloat16]
-    tensors = [to_local(piece.member.parameter.detach()) if piece in narrow else None for piece in block.pieces]
+    narrow = [piece for piece in block.pieces if piece.of.parameter.dtype == torch.bfloat16]
+    tensors = [to_local(piece.of.parameter.detach()) if piece in narrow else None for piece in block.pieces]
     wide_Crc = torch.empty_like(direction_Crc)
     block.read(tensors, wide_Crc, pair_2Crc[1])
     torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
     spans = []
     for piece in narrow:
-        place = piece.first * piece.member.chunking.grid[1]  # of its first chunk
-        spans.append((piece.start, piece.chunks, piece.member.number, place))
+        place = piece.first * piece.of.chunking.grid[1]  # of its first chunk
+        spans.append((piece.start, piece.chunks, piece.of.number, place))
     to_bfloat16(direction_Crc.flatten(1), round_number, spans)
 
 
@@ -254,7 +254,7 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
     decay = 1 - settings.lr * settings.weight_decay
     batches: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
     for piece, part in zip(block.pieces, block.write(*pair_2Crc), strict=True):
-        number, parameter = piece.member.number, piece.member.parameter
+        number, parameter = piece.of.number, piece.of.parameter
         local = to_local(parameter.detach())
         U = part.reshape(local.shape)
         if U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
@@ -279,8 +279,8 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
 def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
     """Returns the parameters if kernels can do steps 6 to 8 in one pass over them, with the same bits."""
     parameters = []
-    for member in chunk_group.members:
-        parameter = to_local(member.parameter.detach())
+    for chunked in chunk_group.parameters:
+        parameter = to_local(chunked.parameter.detach())
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             return None
         parameters.append(parameter)

@@ -42,8 +42,8 @@ SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One worker, as it describes itself. `has_message`: it is in a step; otherwise it has just joined."""
+class Participant:
+    """A worker, as it describes itself. `has_message`: it is in a step; otherwise it has just joined."""
 
     name: int
     step: int
@@ -201,8 +201,8 @@ class Optimizer(torch.optim.Optimizer):
         exchange = self._quorum.exchange(self._patience)
         settings = digest(json.dumps(self._fixed()))
         step = -1 if self._torn else self._manager.current_step()
-        mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
-        workers = [Worker(**found) for found in gather_values(exchange, asdict(mine))]
+        mine = Participant(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
+        workers = [Participant(**found) for found in gather_values(exchange, asdict(mine))]
         source = leader(workers)
         if workers[source].step < 0:
             raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
@@ -231,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
         facts = self.inner.replicator.wiring().facts()
         return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
 
-    def _compare_settings(self, exchange: QuorumExchange, workers: list[Worker], source: int) -> None:
+    def _compare_settings(self, exchange: QuorumExchange, workers: list[Participant], source: int) -> None:
         """Raises SettingsError where this worker is the odd one; the run goes on without it."""
         odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
         if not odd:
@@ -292,13 +292,14 @@ class Optimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
 
-def leader(workers: list[Worker]) -> int:
+def leader(workers: list[Participant]) -> int:
     """Returns the rank whose weights count: of the newest ones, the first with the most common weights.
 
     A worker in a step comes before one that has just joined, because a new one may lack its learning rate.
 
     Examples:
-        >>> ahead, other, behind = Worker(1, 7, 10, 0, True), Worker(2, 7, 11, 0, True), Worker(3, 6, 10, 0, True)
+        >>> ahead, other = Participant(1, 7, 10, 0, True), Participant(2, 7, 11, 0, True)
+        >>> behind = Participant(3, 6, 10, 0, True)
         >>> leader([behind, other, ahead, ahead])
         2
     """

@@ -33,7 +33,7 @@ typedef struct { /* one parameter, or its gradient, viewed as a matrix */
     int64_t is_bfloat16;
     const void *minus;     /* subtracted from data when it is read; NULL: nothing */
     int64_t minus_is_bfloat16;
-} Member;
+} Matrix;
 
 typedef struct { /* a basis [size, size], row-major; folded, if rows alternate between even and odd: only its halves */
     int64_t size, folded;
@@ -70,23 +70,23 @@ static void multiply(const float *left, int64_t u, int64_t v, int64_t m, int64_t
     }
 }
 
-static const Member *member_of(const Member *members, int64_t count, int64_t chunk)
+static const Matrix *matrix_of(const Matrix *matrices, int64_t count, int64_t chunk)
 {
     int64_t low = 0, high = count - 1;
     while (low < high) {
         const int64_t middle = (low + high + 1) / 2;
-        if (members[middle].first <= chunk)
+        if (matrices[middle].first <= chunk)
             low = middle;
         else
             high = middle - 1;
     }
-    return members + low;
+    return matrices + low;
 }
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Prefetches a chunk's rows, which are too far apart for the hardware prefetcher. */
-static void prefetch(const Member *m, int64_t chunk, int64_t r, int64_t c)
+static void prefetch(const Matrix *m, int64_t chunk, int64_t r, int64_t c)
 {
     const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
     const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
@@ -106,7 +106,7 @@ static inline float bfloat16(const void *data, int64_t at)
 }
 
 /* Reads a chunk into rows of `ld` floats; padding is zero. */
-static void load(const Member *m, int64_t chunk, int64_t r, int64_t c, float *restrict x, int64_t ld)
+static void load(const Matrix *m, int64_t chunk, int64_t r, int64_t c, float *restrict x, int64_t ld)
 {
     const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
     const int64_t height = m->data ? least(r, m->rows - row) : 0, width = least(c, m->columns - column);

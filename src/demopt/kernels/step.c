@@ -30,7 +30,7 @@
     }
 
 typedef struct {
-    const Member *members;
+    const Matrix *matrices;
     int64_t count, chunks;
     float *momentum;     /* [chunks, r, c] */
     Basis rows, columns; /* columns: transposed, rows padded to LANES */
@@ -54,7 +54,7 @@ typedef struct {
 
 typedef struct {
     Received received;
-    const Member *members;
+    const Matrix *matrices;
     int64_t count;
     Basis rows, columns;           /* of integers; columns: rows padded to LANES */
     const float *padded_rows;      /* all of the rows' basis, padded to LANES */
@@ -79,7 +79,7 @@ typedef struct {
 static void extract_chunk(const Extract *job, int64_t chunk)
 {
     const int64_t r = job->rows.size, c = job->columns.size, n = r * c, ld = padded(c), keep = job->keep;
-    const Member *m = member_of(job->members, job->count, chunk);
+    const Matrix *m = matrix_of(job->matrices, job->count, chunk);
     float *restrict momentum = job->momentum + chunk * n;
     float x[CHUNK], y[CHUNK], parts[4 * CHUNK];
     load(m, chunk, r, c, x, ld);
@@ -160,7 +160,7 @@ static void end_row(const Apply *job, const float *restrict u, float unit, int s
 static void apply_chunk(const Apply *job, int64_t chunk)
 {
     const int64_t r = job->rows.size, c = job->columns.size, ld = padded(c);
-    const Member *m = member_of(job->members, job->count, chunk);
+    const Matrix *m = matrix_of(job->matrices, job->count, chunk);
     float x[CHUNK], y[CHUNK], parts[4 * CHUNK], unit = 1;
     int sent;
     prefetch(m, chunk, r, c);

@@ -21,7 +21,7 @@ from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
-_IS_BFLOAT16 = {"data": "is_bfloat16", "minus": "minus_is_bfloat16"}  # the fields of `Member` that tell dtypes
+_IS_BFLOAT16 = {"data": "is_bfloat16", "minus": "minus_is_bfloat16"}  # the fields of `Matrix` that tell dtypes
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 
@@ -33,7 +33,7 @@ def fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
     return [(name, kind) for kind, names in kinds for name in names.split()]
 
 
-class Member(ctypes.Structure):
+class Matrix(ctypes.Structure):
     """One parameter, or its gradient, viewed as a matrix."""
 
     _fields_ = fields(
@@ -83,42 +83,42 @@ def padded(matrix: Tensor) -> Tensor:
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % LANES)).contiguous()
 
 
-def members_of(chunkings: Sequence[Chunking]) -> Any:
-    """Returns the C array of a chunk group's members, without their data."""
-    members, first = (Member * len(chunkings))(), 0
-    for member, cut in zip(members, chunkings, strict=True):
-        member.rows, member.columns = cut.matrix
-        member.across, member.first = cut.grid[1], first
+def matrices_of(chunkings: Sequence[Chunking]) -> Any:
+    """Returns the C array of a chunk group's matrices, without their data."""
+    matrices, first = (Matrix * len(chunkings))(), 0
+    for matrix, cut in zip(matrices, chunkings, strict=True):
+        matrix.rows, matrix.columns = cut.matrix
+        matrix.across, matrix.first = cut.grid[1], first
         first += cut.chunks
-    return members
+    return matrices
 
 
 def read_from(
-    members: Any, tensors: Iterable[Tensor | None], minus: Iterable[Tensor | None] | None = None
+    matrices: Any, tensors: Iterable[Tensor | None], minus: Iterable[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """Makes members read these tensors, less those of `minus`; None counts as zeros.
+    """Makes matrices read these tensors, less those of `minus`; None counts as zeros.
 
     Returns the tensors that must stay alive: copies of those that are not contiguous float32 or bfloat16.
     """
     alive = []
-    subtracted = [None] * len(members) if minus is None else minus
-    for number, (member, tensor, less) in enumerate(zip(members, tensors, subtracted, strict=True)):
-        member.data = member.minus = None
+    subtracted = [None] * len(matrices) if minus is None else minus
+    for number, (matrix, tensor, less) in enumerate(zip(matrices, tensors, subtracted, strict=True)):
+        matrix.data = matrix.minus = None
         for name, given in (("data", tensor), ("minus", less)) if tensor is not None else ():
             if given is not None:
-                what, narrow = f"{name} of member {number}", given.dtype == torch.bfloat16
+                what, narrow = f"{name} of parameter {number}", given.dtype == torch.bfloat16
                 read, at = _held(what, given, torch.bfloat16 if narrow else torch.float32)
-                _check_matrix(what, given, member)
-                setattr(member, name, at)
-                setattr(member, _IS_BFLOAT16[name], narrow)
+                _check_matrix(what, given, matrix)
+                setattr(matrix, name, at)
+                setattr(matrix, _IS_BFLOAT16[name], narrow)
                 alive.append(read)
     return alive
 
 
-def _check_matrix(what: str, given: Tensor, member: Any) -> None:
-    matrix = member.rows, member.columns
-    if matrix_of(tuple(given.shape)) != matrix:
-        raise ValueError(f"{what} has shape {list(given.shape)}; the kernel expects a matrix of {list(matrix)}")
+def _check_matrix(what: str, given: Tensor, matrix: Any) -> None:
+    expected = matrix.rows, matrix.columns
+    if matrix_of(tuple(given.shape)) != expected:
+        raise ValueError(f"{what} has shape {list(given.shape)}; the kernel expects a matrix of {list(expected)}")
 
 
 def run(name: str, job: Any, elements: int) -> None:
@@ -222,7 +222,7 @@ def _check_ranks(world_size: int) -> None:
 
 class _Extract(ctypes.Structure):
     _fields_ = fields(
-        (POINTER, "members"),
+        (POINTER, "matrices"),
         (WHOLE, "count chunks"),
         (POINTER, "momentum"),
         (Basis, "rows columns"),
@@ -243,7 +243,7 @@ class _SubtractSent(ctypes.Structure):
 class _Apply(ctypes.Structure):
     _fields_ = fields(
         (Received, "received"),
-        (POINTER, "members"),
+        (POINTER, "matrices"),
         (WHOLE, "count"),
         (Basis, "rows columns"),
         (POINTER, "padded_rows"),
@@ -283,13 +283,13 @@ class Kernel:
         self._padded_rows = padded(inverse_bases[0])
         bits = [exact.operand_bits(side) for side in sides]
         self._inverse = (*inverse, address("basis", self._padded_rows, torch.float32), *bits, basis_unit)
-        self._members = members_of(chunkings)
-        self._at_members = ctypes.addressof(self._members), len(chunkings)
+        self._matrices = matrices_of(chunkings)
+        self._at_matrices = ctypes.addressof(self._matrices), len(chunkings)
         self._chunks = sum(cut.chunks for cut in chunkings)
 
     def extract(
         self,
-        gradients: Iterable[Tensor | None],  # of each member, shaped like it
+        gradients: Iterable[Tensor | None],  # of each parameter, shaped like it
         minus: Iterable[Tensor | None] | None,
         momentum_Crc: Tensor,
         factors: tuple[float, float],  # b and s
@@ -299,10 +299,10 @@ class Kernel:
         The momentum is updated in place; `factors` are its decay and the gradients' scale; `minus` is subtracted from
         the gradients. Positions and values are those of `top_k.strongest`.
         """
-        alive, (rows, columns) = read_from(self._members, gradients, minus), self._bases
+        alive, (rows, columns) = read_from(self._matrices, gradients, minus), self._bases
         momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, rows.size, columns.size))
         check_apart([momentum_Crc], alive)
-        job = _Extract(*self._at_members, self._chunks, momentum, rows, columns, *factors)
+        job = _Extract(*self._at_matrices, self._chunks, momentum, rows, columns, *factors)
         if self._keep is None:
             found = _empty(self._chunks, self._length)
             job.signs, job.codes = (address("coefficients", each, each.dtype) for each in found)
@@ -321,12 +321,12 @@ class Kernel:
         `factors` are decay and factor.
         """
         received.check(self._chunks, self._length)
-        for number, (member, parameter) in enumerate(zip(self._members, parameters, strict=True)):
+        for number, (matrix, parameter) in enumerate(zip(self._matrices, parameters, strict=True)):
             what = f"parameter {number}"
-            _check_matrix(what, parameter, member)
-            member.data, member.is_bfloat16, member.minus = address(what, parameter, torch.float32), False, None
+            _check_matrix(what, parameter, matrix)
+            matrix.data, matrix.is_bfloat16, matrix.minus = address(what, parameter, torch.float32), False, None
         check_apart(parameters, received.alive)
-        job = _Apply(received, *self._at_members, *self._inverse, *factors, False, by_sign)
+        job = _Apply(received, *self._at_matrices, *self._inverse, *factors, False, by_sign)
         run("apply", job, self._chunks * self._length)
         torch.autograd.graph.increment_version(parameters)  # so that backward through an older graph is refused
 
@@ -334,10 +334,12 @@ class Kernel:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
         r, c = (basis.size for basis in self._bases)
         received.check(received.chunks, self._length)
-        members = members_of([Chunking((received.chunks * r, c), (r, c), (received.chunks, 1))])  # one below the other
-        members[0].data = address("chunks", out_Crc, torch.float32, (received.chunks, r, c))
+        matrices = matrices_of(
+            [Chunking((received.chunks * r, c), (r, c), (received.chunks, 1))]
+        )  # one below the other
+        matrices[0].data = address("chunks", out_Crc, torch.float32, (received.chunks, r, c))
         check_apart([out_Crc], received.alive)
-        job = _Apply(received, ctypes.addressof(members), 1, *self._inverse, 1.0, 0.0, True, by_sign)
+        job = _Apply(received, ctypes.addressof(matrices), 1, *self._inverse, 1.0, 0.0, True, by_sign)
         run("apply", job, out_Crc.numel())
 
 

@@ -83,12 +83,12 @@ class Owner(Route):
     def owner_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         for chunk_group, span, errors in zip(self.chunk_groups, self.spans, self.errors, strict=True):
             begin = 0
-            for member in chunk_group.members:
-                start, stop = max(span.start, begin), min(span.stop, begin + member.chunking.chunks)
+            for chunked in chunk_group.parameters:
+                start, stop = max(span.start, begin), min(span.stop, begin + chunked.chunking.chunks)
                 if start < stop:
                     rows = errors[start - span.start : stop - span.start]
-                    yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin, device="cpu")}
-                begin += member.chunking.chunks
+                    yield chunked.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin, device="cpu")}
+                begin += chunked.chunking.chunks
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a message."""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
-_STILL_THERE = 10.0  # seconds for which a manifest that was there is there: then a message is put without looking
+_STILL_THERE = 10.0  # seconds for which the manifest before is there: a message is put without looking for it
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
@@ -189,16 +189,11 @@ class FolderExchange(VaryingExchange):
         return self._record
 
     def find_or_start(
-        self,
-        number: int,
-        facts: dict[str, str],
-        config_facts: Any,
-        groups: list[Any],
-        first_weights: Callable[[], bytes],
+        self, number: int, facts: dict[str, str], config_facts: Any, groups: list[Any], first: Callable[[], bytes]
     ) -> bool:
         """Starts the run, or joins the one that is there; whether it has started it.
 
-        Only who starts it calls `first_weights`, which serialises them. SettingsError, before anything is sent, if this
+        Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
         if self._record is not None:
@@ -217,21 +212,17 @@ class FolderExchange(VaryingExchange):
             pairs = [list(each) for each in config_facts]
             wanted = Record(mine, __version__, facts, pairs, groups, **self._new_run)
             log.check_races(self.store, wanted, self._all)
-            self.store.put_if_absent(log.checkpoint_name(wanted, 0), first_weights())
+            self.store.put_if_absent(log.checkpoint_name(wanted, 0), first())
             record = log.put_record(self.store, wanted)
             if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
         log.check_facts(record, facts, self.store.address, self.worker)
-        if number:
-            read = partial(log.read_manifest, self.store, record.identity, number - 1)
-            later = (
-                f"{self.worker} is at round {number}, the run in {self.store.address} is not so far: it is an older "
-                "copy; restore the newer one, or go on from this one without the worker's state (delete state.pt in "
-                "--out)"
-            )
-            self.decided = self.wait_for(read, later)
-        else:
-            self.decided = None
+        read = partial(log.read_manifest, self.store, record.identity, number - 1)
+        later = (
+            f"{self.worker} is at round {number}, the run in {self.store.address} is not so far: it is an older copy; "
+            "restore the newer one, or go on from this one without the worker's state (delete state.pt in --out)"
+        )
+        self.decided = self.wait_for(read, later) if number else None
         self._record = record
         self._old_stop, self._heard_stop = self._wish(), math.inf
         return record.identity == mine
@@ -332,7 +323,7 @@ class FolderExchange(VaryingExchange):
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
         # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
         # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
-        in_time = began - attached.round_began < min(_STILL_THERE, SLACK * mine.seconds + self.late)
+        in_time = (age := began - attached.round_began) < _STILL_THERE and age < SLACK * mine.seconds + self.late
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
         together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
         together += [self._hears_stop] if reads_wish else []
@@ -347,7 +338,7 @@ class FolderExchange(VaryingExchange):
             inbox.add(mine, log.digest(mine.packed()))
             manifest, waited_for = self._manifest_of(inbox, mine, put_at)
         error: DemoptError | None = None
-        at = time.monotonic()
+        known_at = inbox.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         if (row := row_of(mine, manifest)) is not None:
@@ -361,12 +352,11 @@ class FolderExchange(VaryingExchange):
             error = DriftError(number, [], told)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        overlooked = (
-            row is None and at - put_at > _SEEN and bool(manifest.senders) and mine.worker not in manifest.refused
-        )
+        was_there = inbox.undecided_at - put_at > _SEEN
+        overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
             row, result, error, manifest=manifest, envelope=mine, needed=put_at - attached.round_began,
-            waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, at=at,
+            waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 
     def _require_round_before(self, decided: Manifest | None) -> None:
@@ -494,7 +484,7 @@ class FolderExchange(VaryingExchange):
             )
         if outcome.error is None:
             self.decided = manifest
-        self.round_began = outcome.at
+        self.round_began = outcome.known_at
         self._obey(manifest)
 
     def follow(self, manifest: Manifest) -> None:

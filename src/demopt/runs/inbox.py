@@ -56,7 +56,7 @@ class FolderOutcome(Outcome):
     waited: float  # seconds in all
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
-    at: float  # the time (monotonic) when the manifest was known
+    known_at: float  # the time (monotonic) when this worker had read the manifest
 
 
 class Inbox:
@@ -68,6 +68,8 @@ class Inbox:
     def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.seen = Seen(set(), set(), False)  # at the last look
+        self.undecided_at = 0.0  # the time (monotonic) of the last look that found no manifest
+        self.known_at = 0.0  # when the manifest was read
         self._unreadable = set[str]()  # workers whose messages were listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
@@ -77,7 +79,8 @@ class Inbox:
 
     def look(self) -> None:
         """Lists the round's objects."""
-        self.seen = log.look(self._run.store, self._header.round_number)
+        now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
+        self.undecided_at = self.undecided_at if self.seen.has_manifest else now
 
     def unread(self) -> tuple[list[str], list[str]]:
         """Returns whose messages and hellos are there and were not read."""
@@ -111,8 +114,10 @@ class Inbox:
         """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
         if not self.seen.has_manifest:
             return None
-        run, number = self._run, self._header.round_number
-        found: Manifest | None = self.read_new(partial(log.read_manifest, run.store, run.record.identity, number))[0]
+        read = partial(log.read_manifest, self._run.store, self._run.record.identity, self._header.round_number)
+        found: Manifest | None
+        ((found, read_at),) = self.read_new(lambda: (read(), time.monotonic()))
+        self.known_at = read_at if found else 0.0
         return found
 
     def add(self, sent: Envelope, digest: str) -> None:

@@ -170,11 +170,9 @@ def draft(
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
-    applied = heard if _moves(heard, members) else []  # by these members, although a stop writes none
-    senders = [
-        Sender(worker, named, sent.samples, sent.note)
-        for worker, (sent, named) in ((worker, messages[worker]) for worker in sorted(applied))
-    ]
+    # It moves the weights by these members, although a stop writes none.
+    applied = {worker: messages[worker] for worker in sorted(heard)} if _moves(heard, members) else {}
+    senders = [Sender(worker, named, sent.samples, sent.note) for worker, (sent, named) in applied.items()]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(decided.seconds if decided else {}), **hellos}
     needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
@@ -191,7 +189,9 @@ def draft(
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        reading=_reading(author, decided, {} if stop else members, {worker: messages[worker][0] for worker in applied}),
+        reading=_reading(
+            author, decided, {} if stop else members, {worker: sent for worker, (sent, _) in applied.items()}
+        ),
     )
 
 

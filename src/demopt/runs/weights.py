@@ -113,7 +113,7 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._saved_at = math.inf  # the first round of which a state may not know this worker's message
+        self._unknown_from = math.inf  # the first round of which a state may not know this worker's message
 
     @property
     def _number(self) -> int:
@@ -151,14 +151,15 @@ class FolderRounds(Rounds):
             self._check_order(groups)
             self._enter()
             self._follow_run()
-            if self._saved_at < math.inf and self._end_later_message():
+            if self._unknown_from < math.inf and self._end_later_message():
                 self._follow_run()
-            self._saved_at = math.inf
+            self._unknown_from = math.inf
             run.stopping = False  # in the rounds before
-        self._weights_of = run.record.identity
+        self._restored, self._weights_of = None, run.record.identity
         run.hello(self._number)
         run.joined = True
         if started:
+            run.numbers_read.clear()  # of a state of another run
             return None
         return {} if self.moments() else self._lent_moments()  # who has its own needs none
 
@@ -195,7 +196,7 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            self._saved_at = self._number + (restored.is_settled or restored.message is not None)
+            self._unknown_from = self._number + (restored.is_settled or restored.message is not None)
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -203,7 +204,14 @@ class FolderRounds(Rounds):
                 self._open = self._round_of(restored.message, in_momentum=True)
         self._restored, self._weights_of = None, run.record.identity
         if self.is_open:
-            self.exchange_and_apply()
+            self._end_open_round()
+
+    def _end_open_round(self) -> None:
+        """Ends the open round, and drops what is unsent if its message is later than the state."""
+        number = self._number
+        self.exchange_and_apply()
+        if self.run.last is not None and self.run.last.manifest.round == number:  # no fork has ended it
+            self._meet_own(self.run.last.manifest)
 
     def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
@@ -220,21 +228,19 @@ class FolderRounds(Rounds):
             self._open = self._round_of(message, in_momentum=False)
         except MessageError:  # it counts for nobody
             return False
-        self.exchange_and_apply()
-        if self.run.last is not None and self.run.last.manifest.round == number:
-            self._meet_own(self.run.last.manifest)
+        self._end_open_round()
         return True
 
     def _meet_own(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        if manifest.round >= self._saved_at and self.run.worker in [sender.worker for sender in manifest.senders]:
+        if manifest.round >= self._unknown_from and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
 
     def _drop_unsent(self) -> None:
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
-        self.keeps_steps, self._saved_at = False, math.inf
+        self.keeps_steps, self._unknown_from = False, math.inf
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -291,6 +297,7 @@ class FolderRounds(Rounds):
         if drift is not None:
             raise drift
         self.run.end_round(outcome)
+        # Left out: this round is applied, but later ones may be decided already.
         self.is_behind = outcome.row is None or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
@@ -326,7 +333,7 @@ class FolderRounds(Rounds):
         return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
 
     def catch_up(self) -> None:
-        """After a round without this worker: applies what it missed, and asks to be waited for, unless it leaves."""
+        """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
         if not self.is_behind:
             return
         self._follow_run()
@@ -341,8 +348,7 @@ class FolderRounds(Rounds):
     def _follow_run(self, asks: bool = True) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
 
-        The others may decide rounds faster than this worker reads them. If it `asks`, it says hello ahead, and they
-        wait there.
+        Others may decide rounds faster than it reads them: if it `asks`, it says hello ahead, and they wait there.
         """
         run, began, rounds = self.run, time.monotonic(), 0
         while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
@@ -491,7 +497,7 @@ class FolderRounds(Rounds):
 
         number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if self._saved_at < math.inf:
+        if self._unknown_from < math.inf:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._meet_own(missed)
 
@@ -531,13 +537,16 @@ class FolderRounds(Rounds):
         run, current, before = self.run, self._open or self.replicator.round, log.digest_of(self.run.decided)
         is_sent = current and current.data and current.message is not None  # data: the error has its content
         message = envelope_of(current) if current and is_sent else None
-        is_settled = run.last is not None and run.last.manifest.round == self._number
-        return SavedWorker(
-            run.record.identity, run.worker, before, message, is_settled, sorted(run.numbers_read)
-        ).entry()
+        # After a CoveredError the round's message has left the error, and the weights wait for `catch_up`.
+        is_covered = run.last is not None and run.last.manifest.round == self._number
+        is_settled = is_covered or self._number < self._unknown_from < math.inf
+        facts = message, is_settled, sorted(run.numbers_read)
+        return SavedWorker(run.record.identity, run.worker, before, *facts).entry()
 
     def check_entry(self, entry: Any) -> None:
-        SavedWorker.of(entry)
+        saved, size = SavedWorker.of(entry), self.replicator.message_bytes
+        if saved is not None and saved.message is not None and len(saved.message.body) != size:
+            raise ValueError("the state's entry 'folder' is damaged: its message has another length")
 
     def restore(self, entry: dict[str, Any]) -> None:
         """Takes the result of `entry`. The worker joins the run again."""

@@ -283,7 +283,7 @@ class Worker:
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self._sequences)  # a small machine counts as what it is
         self._sequences = 0
-        self.optimizer.finish_round()
+        self.optimizer.finish_round()  # of several messages all have this note, and the last outcome counts
         self._hear(loss)
         if self.run.leaving:
             self.optimizer.flush()
