@@ -170,28 +170,26 @@ def draft(
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
-    # It moves the weights by these members, although a stop writes none.
     applied = {worker: messages[worker] for worker in sorted(heard)} if _moves(heard, members) else {}
     senders = [Sender(worker, named, sent.samples, sent.note) for worker, (sent, named) in applied.items()]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(decided.seconds if decided else {}), **hellos}
     needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
-    stop = author.stop or any(message.stop for message, _ in messages.values())
+    if stop := author.stop or any(message.stop for message, _ in messages.values()):
+        members = {}  # all end
     return Manifest(
         run=author.run,
         round=author.round,
         author=author.worker,
         senders=senders,
         refused=reasons,
-        members={} if stop else members,
-        seconds={} if stop else {worker: needs[worker] for worker in members if worker in needs},
+        members=members,
+        seconds={worker: needs[worker] for worker in members if worker in needs},
         before=digest_of(decided),
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        reading=_reading(
-            author, decided, {} if stop else members, {worker: sent for worker, (sent, _) in applied.items()}
-        ),
+        reading=_reading(author, decided, members, {worker: sent for worker, (sent, _) in applied.items()}),
     )
 
 
