@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import threading
+import time
 
 import hypothesis
 import obstore
 import pytest
 import servers
 import stores
+import torch
 from hypothesis import strategies as st
 from stores import Through
 from workers import Worker, joined, replayed, together, waiting
@@ -414,7 +416,7 @@ class Second(FolderExchange):
 
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
     monkeypatch.setattr(exchange, "_SEEN", 0.0)
-    store = ObjectStore()
+    store = stores.Wrapped(ObjectStore(), lambda _: None)
     kinds = enumerate((Blind, Second))
     blind, victim = (Worker(store, number, group=kind(store, late=60.0), sync_every=1) for number, kind in kinds)
     blind.join()
@@ -422,6 +424,9 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
     for turn in range(2):
         victim.run.may_decide.clear()
         with waiting(victim.step, store, victim.rounds):
+            known = len(store.calls)
+            while len(store.calls) < known + 3:  # the victim looks again, and sees no manifest
+                time.sleep(0.01)
             blind.run.late = 0.0
             blind.step()
             if turn:  # left out for the second time, it sends its work again at once, and decides that round itself
@@ -430,6 +435,15 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
     assert [text for text in victim.said if "lacks this worker's message, which was there before" in text]
     assert victim.run.left_out == 0
     assert [sender.worker for sender in victim.run.decided.senders] == ["w1"]
+
+
+def test_message_that_came_after_the_manifest_was_not_overlooked(monkeypatch):
+    monkeypatch.setattr(exchange, "_SEEN", 0.0)
+    other, victim = joined(ObjectStore(), sync_every=1)
+    put, decides = victim.run._put, torch.enable_grad()(other.step)
+    victim.run._put = lambda mine: (decides(), put(mine))[1]
+    victim.step()
+    assert (victim.run.row, victim.run.last.overlooked) == (None, False)
 
 
 class Unheard(FolderExchange):

@@ -183,11 +183,10 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("wins", [0, 1])
 @pytest.mark.usefixtures("still")
-def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins, kept):
-    """The store falls into two parts, and later shows one's manifests; `kept`: also the messages of the other."""
+def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
+    """The store falls into two parts, and later shows one's manifests, and the messages of both."""
     bare, said = ObjectStore(), list[str]()
     workers = [Counter(bare, number, delay=0) for number in range(2)]
     workers[1 - wins].run.say = said.append
@@ -202,7 +201,7 @@ def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins, kept):
         for _ in range(6 + 2 * (wins == worker.number)):
             worker.step()
     copy(parts[wins], bare)
-    copy(parts[1 - wins], bare, only="message" if kept else "nothing")
+    copy(parts[1 - wins], bare, only="message")
     for worker in workers:
         worker.run.store.inner.inner = bare
         for _ in range(4):
