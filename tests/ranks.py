@@ -183,7 +183,8 @@ def _serve(connection: Connection) -> None:
             return
         sys.path[:] = path
         # The group outlives what the job leaves behind. A DistributedDataParallel that held it last would end its
-        # threads while holding the interpreter's lock, and they may wait for that lock. Python's reference frees it.
+        # threads while holding the interpreter's lock, and they may wait for that lock. Python's reference frees it:
+        # in torch 2.6 that of the backend, which is therefore the last to go.
         group: list[Any] = []
         connection.send_bytes(_pickled(_attempt(lambda job=pickled, group=group: _run(group, *pickle.loads(job)))))
         group.clear()
@@ -210,7 +211,7 @@ def _run(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        group.append(dist.group.WORLD)
+        group += [dist.group.WORLD._get_backend(torch.device("cpu")), dist.group.WORLD]  # `clear` begins at the end
         try:
             return function(rank, world_size, *args)
         finally:
