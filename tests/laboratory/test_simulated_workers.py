@@ -149,7 +149,7 @@ def test_simulated_workers_have_the_bits_and_bytes_of_real_ranks(case: str, worl
 TRAIN = {"preset": "tiny", "layers": 1, "sequence": 32, "batch": 2, "warmup": 3, "eval_sequences": 6, "steps": 6}
 OPTIMIZERS = {
     "adamw": ("adamw", {"weight_decay": 0.1}, {"lr": 1e-3}),
-    "local": ("local", {"sync_every": 4, "top_k": 40, "momentum": 0.8}, {"lr": 1e-2}),
+    "local": ("local", {"sync_every": 4, "top_k": 40, "momentum": 0.8, "beta2": 0.99}, {"lr": 1e-2}),
 }
 FLAGS = {"adamw": ["--weight-decay", "0.1"], "local": ["--sync-every", "4", "--top-k", "40", "--momentum", "0.8"]}
 
