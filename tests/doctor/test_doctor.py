@@ -147,8 +147,7 @@ def test_slow_start_matters_on_long_links_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(module, "_IDLE", tmp_path / "idle")
     for setting, rtt_ms, remedy in (("1\n", 0.5, ""), ("1\n", 50, "sysctl -w net.ipv4.tcp_slow"), ("0\n", 50, "")):
         (tmp_path / "idle").write_text(setting)
-        assert slow_start(rtt_ms)[2].startswith(remedy)
-        assert bool(slow_start(rtt_ms)[2]) == bool(remedy)
+        assert slow_start(rtt_ms)[2].partition("_start")[0] == remedy
 
 
 def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +162,6 @@ def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatc
 
 
 # The command
-
-
-def test_single_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(InputError, match=r"--peers 10.255.255.1: wanted exactly one address of this machine"):
-        doctor(peers=["10.255.255.1"], port=free_port())
 
 
 @pytest.mark.parametrize(
@@ -187,8 +181,7 @@ def test_gloo_listens_where_peers_reach_it(
     monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": own})
     found, remedy = module._listening("me")
     assert found == listens
-    assert remedy.startswith(elsewhere)
-    assert bool(remedy) == bool(elsewhere)
+    assert remedy.partition(" on this")[0] == elsewhere
 
 
 BOTH = ("10.0.0.1", "10.0.0.2"), ("10.0.0.2", "10.0.0.1")

@@ -63,7 +63,7 @@ def test_state_of_a_later_round_does_not_start_a_run(store):
     first.round(3)
     other = Worker(store, 1)
     other.optimizer.load_state_dict(first.optimizer.state_dict())
-    with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run: is its disk mounted"):
+    with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run; is its disk mounted\? A new run"):
         other.join()
     there, elsewhere = Worker(ObjectStore(), 2), first.optimizer.state_dict()
     there.round(3)

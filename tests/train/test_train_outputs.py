@@ -193,15 +193,16 @@ def test_pipe_gets_a_line_per_ten_seconds_and_of_first_last_and_evaluated_steps(
     assert not any("left" in line for line in lines if int(line.split()[1].partition("/")[0]) < 110)
 
 
+@pytest.mark.parametrize(("batch", "told"), [({"workers": 2}, "15,360"), ({"global_batch": 16}, "20,480")])
+def test_first_step_of_a_folder_has_the_speed_of_all_workers_and_no_traffic(batch, told, capsys, clock):
+    with Screen(TrainConfig(steps=800, sequence=256, **batch), 0) as shown:
+        shown.step(row_of(1, sent_bytes=0, received_bytes=0, workers=3))  # without a round
+    assert capsys.readouterr().out == f"step 1/800  loss 6.000  {told} tok/s  3 workers\n"
+
+
 def test_line_has_at_most_79_letters_whatever_the_numbers_are():
     fields = ["step 123456/1000000", "loss 12.345", "val 12.345", "12 d 23 h left", "999,999 tok/s", "999.9 MB/step"]
     assert len(fitting([*fields, "1024 workers", "round 123456"], LINE)) <= LINE
-
-
-def test_traffic_is_left_out_before_the_first_exchange(capsys, clock):
-    with Screen(CONFIG, 0) as shown:
-        shown.step(row_of(1, sent_bytes=0, received_bytes=0))
-    assert capsys.readouterr().out == "step 1/800  loss 6.000  10,240 tok/s\n"
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 120])

@@ -116,6 +116,7 @@ class FolderExchange(VaryingExchange):
         self._patient = Patient(store, patience, lambda text: self.say(text))
         self._patient.asked_to_stop = lambda: self.asked_to_stop()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
+        self._away = "" if "://" in store.address else "; is its disk mounted?"  # what may be wrong where a run is gone
         # Set by the trainer:
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
@@ -205,7 +206,7 @@ class FolderExchange(VaryingExchange):
         if record is None:
             if number:
                 raise SettingsError(
-                    f"{self.worker} is at round {number}, and {self.store.address} holds no run: is its disk mounted? "
+                    f"{self.worker} is at round {number}, and {self.store.address} holds no run{self._away or '.'} "
                     "A new run starts from a new optimizer"
                 )
             mine = os.urandom(8).hex()
@@ -364,7 +365,7 @@ class FolderExchange(VaryingExchange):
 
         ForkedError if the round before is another one there.
         """
-        gone = f"the run is gone from {self.store.address}; is its disk mounted?"
+        gone = f"the run is gone from {self.store.address}{self._away}"
         if decided is None:
             identity = self.wait_for(partial(log.read_record, self.store), gone, self._patient.patience).identity
             if identity != self.record.identity:

@@ -123,7 +123,7 @@ def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus, last
     if rows:  # a worker that has joined a run after its last step has none
         out.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
         print(f"the curves are in {out.picture}")
-    print(f"the model is in {out.model}")
+    print(f"the model is in {out.model}" + (f", with its adapters merged in {out.merged}" if config.merge else ""))
 
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
@@ -147,7 +147,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     if bytes_per_token not in (None, 1):
         table.add_row("final validation loss, nats per byte", f"{final / (bytes_per_token or 1):.4f}")
     usual = statistics.median(row["step_seconds"] for row in rows)  # not the mean: the first step warms up, or compiles
-    table.add_row("tokens per second", f"{rows[-1]['tokens'] / rows[-1]['step'] / usual:,.0f}")
+    table.add_row("tokens per second", f"{rows[-1]['tokens'] / len(rows) / usual:,.0f}")
     if counted:
         exchange = sum(row["exchange_seconds"] for row in rows)
         table.add_row("share of the step in exchange", f"{exchange / sum(row['step_seconds'] for row in rows):.1%}")

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -62,7 +63,7 @@ class Screen(ExitStack):
         """Returns the parts of a line, the most important first."""
         step, steps, sums = row["step"], row["step"] - self._done, self._sums
         workers = row.get("workers", self._config.workers)
-        speed = self._config.tokens_per_step / self._config.workers * workers * steps / sums["step_seconds"]
+        speed = replace(self._config, workers=workers).tokens_per_step * steps / sums["step_seconds"]
         traffic = max(sums["sent_bytes"], sums["received_bytes"]) / steps
         fields = [f"step {step}/{self._config.steps}" if self._config.steps else f"step {step}"]
         fields += [f"epoch {row.get('epoch', 0.0):.2f}/{self._config.epochs}"] if self._config.epochs else []
@@ -73,8 +74,8 @@ class Screen(ExitStack):
             fields.append(f"{duration((now - then) / (part - part_then) * (1 - part))} left")
         fields.append(f"{speed:,.0f} tok/s")
         fields += [f"{decimal(round(traffic))}/step"] if traffic else []
-        if "round" in row:  # of a run in a folder
-            fields += [f"{workers} worker{'s' * (workers != 1)}", f"round {row['round']}"]
+        fields += [f"{workers} worker{'s' * (workers != 1)}"] if "workers" in row else []  # of a run in a folder
+        fields += [f"round {row['round']}"] if "round" in row else []
         return fields
 
     def _bar(self, part: float, fields: list[str]) -> Table:

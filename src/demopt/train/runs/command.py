@@ -79,13 +79,14 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
 
     run = open_run(address, key_file)
     found = status_of(run.store, run.record, address)
+    again = f"demopt join {typed(address)}" + (f" --key-file {typed(key_file)}" if key_file else "")
     number, steps = found["round"], f"after step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
     if found["state"] != "open":
-        more = "demopt export saves its model" if found["state"] == "done" else f"demopt join {typed(address)} goes on"
+        more = "demopt export saves its model" if found["state"] == "done" else f"{again} goes on"
         print(f"nothing to stop: the run is {found['state']} {steps}; {more}")
         return 0
     log.put_stop(run.store, number, run.record.identity)
-    print(f"all workers will stop after {number + 1} or {number + 2} rounds; go on with: demopt join {typed(address)}")
+    print(f"all workers will stop after {number + 1} or {number + 2} rounds; go on with: {again}")
     return 0
 
 
@@ -94,9 +95,7 @@ def export(
     out: Annotated[str, typer.Option(help="Folder for the model.")],
     model: Annotated[str | None, typer.Option(help="The run's --model, if it is elsewhere here.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The run's --tokenizer, likewise.")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run with --lora: the whole model, not the adapters.")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="With --lora: the whole model, not the adapters.")] = False,
     key_file: KeyFile = None,
 ) -> int:
     """Save the newest common weights of a run as a model of transformers, without joining it."""
@@ -132,13 +131,15 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
     """
     from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
+    from demopt.runs.key import read_key
     from demopt.runs.store import full
 
-    start = f"is its disk mounted? To start a run: demopt train --run {typed(address)}{flags}"
     try:
-        if "://" not in (place := full(address)) and not Path(place).is_dir():  # opening it would make it
+        mounted = "to" if (bucket := "://" in (place := full(address))) else "is its disk mounted? To"
+        start = f"{mounted} start a run: demopt train --run {typed(address)}{flags}"
+        if not bucket and not Path(place).is_dir():  # opening it would make it
             raise InputError(f"{address} is no folder here; {start}")
-        run = FolderExchange(address, patience=patience, key=key_of(key_file))
+        run = FolderExchange(address, patience=patience, key=read_key(key_file) if key_file else None)
     except ValueError as error:
         raise InputError(str(error)) from None
     if log.read_record(run.store) is None:
@@ -150,10 +151,3 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
 def typed(place: str) -> str:
     """Returns an address or a path as it is typed into a shell; one with a dash in front would be a flag."""
     return shlex.quote(f"./{place}" if place.startswith("-") else place)
-
-
-def key_of(key_file: str | None) -> bytes | None:
-    """Returns the key in a file; None without a file."""
-    from demopt.runs.key import read_key
-
-    return read_key(key_file) if key_file else None

@@ -34,8 +34,8 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
     counts = {name: value for name, value in settings.items() if type(value) is int and 0 < value < 1 << 62}
-    steps, every = counts.get("steps"), counts.get("sync_every", 1)
-    done, reading = number * every, last.reading if last else None
+    steps, every, evaluated = counts.get("steps"), counts.get("sync_every", 1), counts.get("eval_every")
+    done, reading = min(number * every, steps or 1 << 62), last.reading if last else None
     read = reading.position / reading.total if reading and reading.total else None
     state = "done" if read == 1 or (steps is not None and done >= steps) else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
@@ -53,12 +53,13 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         "address": address,
         "demopt": record.version,
         "round": number,
-        "step": min(done, steps) if steps else done,
+        "step": done,
         "steps": steps,
         "epochs": counts.get("epochs"),
         "epoch": counts["epochs"] * read if read is not None and "epochs" in counts else None,
         "loss": _mean(senders, "loss"),
         "val_loss": _mean(senders, "val_loss"),
+        "val_step": (done - 1) // evaluated * evaluated if evaluated else None,  # a message has what came before it
         "checkpoint": log.checkpoints(store)[-1],
         "log": "kept" if record.keep_log else "since the last but one checkpoint",
         "decided": last.at if last else None,
@@ -75,9 +76,9 @@ def shown(found: dict[str, Any]) -> Group:
     """Returns the status for a terminal: three lines, and a table of workers."""
     parts = [f"step {found['step']}" + (f" of {found['steps']}" if found["steps"] else ""), f"round {found['round']}"]
     parts += [f"epoch {found['epoch']:.2f} of {found['epochs']}"] if found["epoch"] is not None else []
-    parts += [
-        f"{name} {found[key]:.3f}" for name, key in (("loss", "loss"), ("val", "val_loss")) if found[key] is not None
-    ]
+    parts += [f"loss {found['loss']:.3f}"] if found["loss"] is not None else []
+    validated = f" after step {found['val_step']}" if found["val_step"] else ""
+    parts += [f"val {found['val_loss']:.3f}{validated}"] if found["val_loss"] is not None else []
     times = [f"last round {duration(found['seconds_ago'])} ago"] if found["seconds_ago"] is not None else []
     times += [f"one per {found['seconds_per_round']:.3g} s"] if found["seconds_per_round"] else []
     times += [f"{duration(found['seconds_left'])} left"] if found["seconds_left"] else []

@@ -23,6 +23,7 @@ from demopt.replicator.rounds import NOT_FINITE
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import FolderOutcome
+from demopt.runs.key import read_key
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
@@ -41,7 +42,7 @@ from demopt.train.method import check_settings, cost_of, make_method, make_optim
 from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
-from demopt.train.runs.command import key_of, open_run, typed
+from demopt.train.runs.command import open_run, typed
 from demopt.train.runs.status import numbers_of
 from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
@@ -78,7 +79,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         shared |= {"tokenizer": None if config.tokenizer == config.model else config.tokenizer}
         try:
             run = FolderExchange(
-                config.run, patience=config.timeout, key=key_of(config.key_file),
+                config.run, patience=config.timeout, key=read_key(config.key_file) if config.key_file else None,
                 checkpoint_every=config.checkpoint_every, keep_log=config.keep_log,
                 settings={**shared, TEXT: corpus.fingerprint},
             )  # fmt: skip
@@ -204,6 +205,7 @@ class Worker:
             if not begun:
                 key = f" --key-file {typed(config.key_file)}" if config.key_file else ""
                 report.say(f"others: demopt join {typed(config.run)}{key} --out runs/joined")
+            self.tokens = max((row["tokens"] for row in out.read_metrics()), default=0)
             self._hear()  # of a round that an error had left open
             self._heard = {}
             training = Training(config, out, self.team, self.corpus, self.model, self.method, report, run.asked_to_stop)
@@ -260,8 +262,9 @@ class Worker:
         has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
         if run.leaving or has_read_all or self.optimizer.due:
             self._finish_round(row["loss"])
-        stats, heard = self.optimizer.stats, self._heard
-        row |= {"batch": self._step_sequences, **cost_of([stats], sum(stats.seconds.values())), **heard}
+        stats, senders = self.optimizer.stats, run.decided.senders if run.decided else ()
+        row |= {"batch": self._step_sequences, "workers": max(1, len(senders)), **self._heard}
+        row |= cost_of([stats], sum(stats.seconds.values()))
         self._heard = {}
         # Whether this was the last step is not known yet if the next round gives nothing more: then its row waits.
         return pause or self.ended or not has_read_all
@@ -317,7 +320,7 @@ class Worker:
         if not run.leaving:
             self.sizes.fit({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
         known = [note["loss"] for note in notes if "loss" in note]
-        found: Row = {"workers": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
+        found: Row = {"round": manifest.round + 1, "waited_seconds": last.waited}
         if known and math.isfinite(loss):
             found["loss"] = sum(known) / len(known)
         self._heard |= found
@@ -354,9 +357,7 @@ def settings_to_join(address: str, key_file: str | None, given: Given) -> tuple[
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
-    sources = (
-        [*config.data, config.model, config.tokenizer or ""] if config.data else ["the text of the standard library"]
-    )
+    sources = [*config.data, config.model, config.tokenizer] if config.data else ["the text of the standard library"]
     print(f"reading {printable(', '.join(filter(None, sources)))} ...", flush=True)
     again = OutFolder(Path(config.out)).config.exists()
     if again:
