@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import can_connect, resolve
-from demopt.optim.mistakes import remember
+from demopt.optim.mistakes import check_model, remember
+from demopt.replicator.session import check_alike
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
@@ -44,6 +45,7 @@ def unsync(model: M) -> M:
         >>> unsync(model) is model
         True
     """
+    check_model(model)
     if not can_connect():
         return model  # nothing could synchronise it
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, rarely needed
@@ -69,17 +71,23 @@ def unsync(model: M) -> M:
 def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None) -> None:
     """Gives all ranks the buffers of rank `src`, such as BatchNorm's running statistics, in one broadcast a device.
 
-    Call it on all ranks, before evaluating or saving. `process_group`: as in `DeMo`; None: all ranks.
+    Call it on all ranks, before evaluating or saving. `process_group`: as in `DeMo`; None: all ranks. SettingsError if
+    the ranks have other buffers.
 
     Examples:
         >>> broadcast_buffers(nn.BatchNorm1d(4))
     """
-    exchange = resolve(process_group)
+    check_model(model)
+    exchange, named = resolve(process_group), {name: to_local(each) for name, each in model.named_buffers()}
     if not 0 <= src < exchange.world_size:
         raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
     exchange.await_all("broadcast_buffers()")
+    facts = {f"buffer {name}": f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
+    check_alike(exchange, facts, next((each.device for each in named.values()), None))
     by_device: dict[torch.device, list[Tensor]] = {}
-    for buffer in map(to_local, model.buffers()):
+    for name, buffer in named.items():
+        if buffer.layout != torch.strided:
+            raise TypeError(f"buffer {name} is {buffer.layout}; only dense ones can be sent")
         if buffer.numel():
             by_device.setdefault(buffer.device, []).append(buffer)
     for buffers in by_device.values():
@@ -87,7 +95,11 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
         everything = torch.cat(parts)
         exchange.broadcast(everything, src)
         for buffer, part in zip(buffers, everything.split([len(part) for part in parts]), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # a clone is aligned
+            value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned
+            if 0 in buffer.stride():  # as after `expand`, where elements share memory
+                buffer.data = value
+            else:
+                buffer.copy_(value)
 
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:

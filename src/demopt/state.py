@@ -484,6 +484,8 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         raise ValueError(f"world_size is {world_size}; give the number of ranks that will load the states")
     if not states:
         raise ValueError("there are no states; give those of all ranks, in the order of the ranks")
+    if not all(isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys() for each in states):
+        raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")
     _check_alike(states)
     by_rank = dict(enumerate(states))
     return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]

@@ -111,6 +111,7 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
         ([other, whole], 1, "was saved by rank 1; give the states of all ranks in the order"),
         ([whole], 3, r"1 states came, and states\[0\] was saved by one of 2 ranks"),
         ([], 1, "there are no states"),
+        ([{"model": {}, "optimizer": whole}], 1, "something that is no optimizer's state"),
         ([whole], 0, "world_size is 0"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -131,13 +131,6 @@ def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_two_jobs_find_the_same(tmp_path: Path) -> None:
-    for jobs in ("1", "2"):
-        assert run_command(*STUDY_WORDS, "--jobs", jobs, "--out", str(tmp_path / jobs)).exit_code == 0
-    one, two = (read_rows(tmp_path / jobs / "runs.jsonl") for jobs in ("1", "2"))
-    assert {key: each["curve"] for key, each in one.items()} == {key: each["curve"] for key, each in two.items()}
-
-
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

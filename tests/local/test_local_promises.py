@@ -313,6 +313,7 @@ BY_ITSELF = "which synchronizes the ranks itself"
             ({"sync_every": 2.0}, TypeError, r"sync_every is 2\.0; give a whole number"),
             ({"error_decay": 1.1}, ValueError, "error_decay is 1.1"),
             ({"delay": 2}, ValueError, "delay is 2; give 0, or 1"),
+            ({"state_device": "gpu"}, ValueError, "state_device is 'gpu'; give 'cpu', or None"),
             ({"route": "owner", "top_k": 9}, ValueError, "answers with signs of all .* top_k is 9: leave it out"),
             ({"samples": 0}, ValueError, "samples is 0"),
             ({"samples": 2**32}, ValueError, "samples is 4294967296; give at most 4294967295"),

@@ -52,3 +52,6 @@ def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None
 def test_muon_groups_refuses_a_model_without_matrices() -> None:
     with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
+    for call in (lambda given: demopt.muon_adamw(given, lr=0.1), demopt.unsync, demopt.broadcast_buffers):
+        with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected"):
+            call([*nn.LayerNorm(8).parameters()])

@@ -240,6 +240,7 @@ def test_unsync_returns_a_plain_module_unchanged() -> None:
 def _buffers(rank: int, world_size: int, src: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Counter[str]]:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model.register_buffer("mask", torch.tensor([rank == 0, True, False]))
+    model.register_buffer("wide", torch.tensor(float(rank)).expand(2, 3))
     for step in range(rank + 1):
         model(problems.draw((8, 3), rank, step))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -259,6 +260,11 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast() -> None:
         assert found["c10d::broadcast_"] == 1
 
 
-def test_broadcast_buffers_refuses_a_src_that_is_no_rank() -> None:
-    with pytest.raises(ValueError, match="src is 1; there are ranks 0 to 0"):
-        demopt.broadcast_buffers(nn.BatchNorm1d(2), src=1)
+def _refused(rank: int, world_size: int, src: int) -> None:
+    demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)
+
+
+def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers() -> None:
+    unlike = "rank 1 has buffer running_mean = torch.float32 [3] where rank 0 has torch.float32 [2]"
+    for src, said in ((2, "src is 2; there are ranks 0 to 1"), (0, unlike)):
+        assert [str(outcome.error) for outcome in ranks.outcomes(_refused, 2, src)] == [said, said]

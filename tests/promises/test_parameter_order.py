@@ -99,6 +99,14 @@ def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind: str, dtype:
     assert torch.equal(first[-1].view(torch.uint8), second[-1].view(torch.uint8))
 
 
+@pytest.mark.parametrize("shapes", [[(3, 5)], [(3, 4), (2,)], []], ids=str)
+def test_frozen_parameters_that_only_one_rank_has_are_named(shapes: list[tuple[int, ...]]) -> None:
+    def given(shapes: list[tuple[int, ...]]) -> list[Any]:
+        return [*plain(model_of()), *(nn.Parameter(torch.ones(each), requires_grad=False) for each in shapes)]
+
+    assert all("rank 1 has frozen parameter" in each for each in told("LocalDeMo", [given([(3, 4)]), given(shapes)]))
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who: int) -> None:
     def work(exchange: Exchange) -> str:

@@ -145,8 +145,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
-        where = None if state_device is None else torch.device(state_device)
-        if where not in (None, torch.device("cpu")):
+        where = None if state_device is None else torch.device("cpu")
+        if where is not None and str(state_device) != "cpu":
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
         options = Options(route, fingerprint_every, codec.kernels, background=delay == 1)

@@ -34,6 +34,12 @@ _models: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()  # and the fu
 _told: WeakSet[nn.Module] = WeakSet()  # normalisations whose buffers were warned of
 
 
+def check_model(model: Any) -> None:
+    """Raises TypeError unless it is a module, such as where parameters are given."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got a {type(model).__name__} where a torch.nn.Module is expected")
+
+
 def remember(model: nn.Module, function: str) -> None:
     """Takes note of a model that `function` got; warns of buffers that training changes."""
     _models[model] = function

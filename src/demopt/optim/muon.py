@@ -13,7 +13,7 @@ from torch import nn
 
 from demopt.core.rules import Muon, Rule
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
-from demopt.optim.mistakes import remember
+from demopt.optim.mistakes import check_model, remember
 from demopt.validation import check_number
 
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `muon_adamw` says so
@@ -68,6 +68,9 @@ def _split_matrices(
     model: nn.Module, others: Iterable[nn.Module] = ()
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`."""
+    others = [others] if isinstance(others, nn.Module) else [*others]
+    for module in (model, *others):
+        check_model(module)
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     ask = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
     heads = [head for find in ask if find is not None and (head := find()) is not None]

@@ -109,14 +109,7 @@ class Session:
         order = [*map(id, parameters)]
         is_new = self._agreed is None or order != self._order
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
-            told = gather_values(exchange, [digest(repr(facts)), int(is_new)], device)
-            if any(theirs != told[0][0] for theirs, _ in told):
-                first, *others = gather_values(exchange, facts, device)
-                for rank, other in enumerate(others, start=1):
-                    if (differing := first_difference(first, other)) is not None:
-                        name, there, here = differing
-                        raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {there}")
-            if any(theirs for _, theirs in told):
+            if any(check_alike(exchange, facts, device, int(is_new))):
                 named = gather_values(exchange, names_of(wiring.groups), device)
                 for rank, names in enumerate(named):
                     check_order(f"rank {rank} has", "rank 0", named[0], names)
@@ -179,6 +172,18 @@ class Session:
         return Session, (None, self._background is not None)
 
 
+def check_alike(exchange: Exchange, facts: dict[str, str], device: torch.device | None, value: Any = None) -> list[Any]:
+    """Returns each rank's value. SettingsError, which names a rank and the first fact that differs, if some do."""
+    told = gather_values(exchange, [digest(repr(facts)), value], device)
+    if any(theirs != told[0][0] for theirs, _ in told):
+        first, *others = gather_values(exchange, facts, device)
+        for rank, other in enumerate(others, start=1):
+            if (differing := first_difference(first, other)) is not None:
+                name, there, here = differing
+                raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {there}")
+    return [theirs for _, theirs in told]
+
+
 # The order of parameters
 
 
@@ -226,9 +231,11 @@ def varies(tensor: Tensor) -> bool:
 def equalize_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
     """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns.
 
-    SettingsError if those of a rank are rank 0's in another order.
+    SettingsError if those of a rank are of other shapes, or rank 0's in another order.
     """
-    fingerprints = gather_values(exchange, fingerprint(tensors), device)
+    # only of frozen ones: those that train have been compared
+    facts = {f"frozen parameter {n}": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
+    fingerprints = check_alike(exchange, facts, device, fingerprint(tensors))
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if not differing:
         return

@@ -97,12 +97,7 @@ def fitting(fields: list[str], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats a time in its two largest units.
-
-    Examples:
-        >>> duration(8.2), duration(125), duration(3 * 3600 + 300), duration(200_000)
-        ('8 s', '2 min', '3 h 5 min', '2 d 7 h')
-    """
+    """Formats a time in its two largest units."""
     whole = round(seconds)
     if whole < 90:
         return f"{whole} s"
