@@ -260,11 +260,11 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast() -> None:
         assert found["c10d::broadcast_"] == 1
 
 
-def _refused(rank: int, world_size: int, src: int) -> None:
+def _unlike(rank: int, world_size: int, src: int) -> None:
     demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)
 
 
 def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers() -> None:
     unlike = "rank 1 has buffer running_mean = torch.float32 [3] where rank 0 has torch.float32 [2]"
     for src, said in ((2, "src is 2; there are ranks 0 to 1"), (0, unlike)):
-        assert [str(outcome.error) for outcome in ranks.outcomes(_refused, 2, src)] == [said, said]
+        assert [str(outcome.error) for outcome in ranks.outcomes(_unlike, 2, src)] == [said, said]
