@@ -66,7 +66,21 @@ class Piece:
 
 
 class Block:
-    """The chunks of `pieces`, from chunk `start` of a chunk group on."""
+    """The chunks of `pieces`, from chunk `start` of a chunk group on.
+
+    Examples:
+        >>> whole = ChunkedParameter(0, torch.zeros(5, 2), chunking((5, 2), chunk=4))
+        >>> block = Block([Piece(whole, first=0, last=2, start=0)], start=0)
+        >>> chunks, spare = torch.zeros(2, 2, 3, 2)
+        >>> block.read([torch.arange(10.0).view(5, 2)], chunks, spare)
+        >>> chunks[1]
+        tensor([[6., 7.],
+                [8., 9.],
+                [0., 0.]])
+        >>> block.write(chunks, spare)[0].T
+        tensor([[0., 2., 4., 6., 8.],
+                [1., 3., 5., 7., 9.]])
+    """
 
     def __init__(self, pieces: Sequence[Piece], start: int) -> None:
         self.pieces = pieces

@@ -149,5 +149,10 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
 
 
 def typed(place: str) -> str:
-    """Returns an address or a path as it is typed into a shell; one with a dash in front would be a flag."""
+    """Returns an address or a path as it is typed into a shell; one with a dash in front would be a flag.
+
+    Examples:
+        >>> print(typed("s3://bucket/mine"), typed("my run"), typed("-run"))
+        s3://bucket/mine 'my run' ./-run
+    """
     return shlex.quote(f"./{place}" if place.startswith("-") else place)
