@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from demopt.train.config import Given, InputError, TrainConfig, assemble, config_of, resolve
+from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, assemble, config_of, resolve
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,8 +82,7 @@ def plan(
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
     link = None
     if bandwidth:
-        bits = quantity(bandwidth, r"(?:bits?(?:/s)?|bps)")
-        if not bits:
+        if not (bits := quantity(bandwidth, r"(?:bits?(?:/s)?|bps)")):
             raise InputError(f"--bandwidth is {bandwidth!r}; give bits per second, such as 100Mbit, 1Gbit or 10Gbit")
         link = Link(bits, latency / 1e3, backend)
     try:
@@ -97,7 +96,8 @@ def plan(
 
 def _with_optimizer(train: TrainConfig, optimizer: str) -> TrainConfig:
     """Returns the settings with this optimizer; its defaults if the config is of another one."""
-    other: Given = {} if train.optimizer == optimizer else {"optimizer": optimizer, "top_k": None, "momentum": None}
+    both = {name: getattr(TrainConfig, name) for name, about in SETTINGS.items() if about["fits"] == ("demo", "local")}
+    other: Given = {} if train.optimizer == optimizer else {"optimizer": optimizer, **both}
     return resolve(config_of({**train.record(), **other}))
 
 

@@ -39,8 +39,7 @@ def test_every_pair_is_measured_and_all_machines_are_told() -> None:
     assert sorted((pair.source, pair.target) for pair in first) == ways
     for pair in first:
         assert (pair.fault, pair.unlike, pair.host) == ("", "", socket.gethostname())
-        assert pair.rtt_ms > 0
-        assert pair.bits_per_second > 0
+        assert min(pair.rtt_ms, pair.bits_per_second) > 0
     assert all(rows == first for rows in others)
 
 

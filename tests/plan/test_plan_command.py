@@ -43,6 +43,8 @@ def test_config_of_a_run_gives_both_optimizers_their_settings(command: Any, monk
         assert told in shown
     assert "--lora needs a model" in command("plan", "--config", file, "--lora", 4, code=2)
     assert "a round every 3 steps" in command("plan", "--config", file, "--workers", 2, "--sync-every", 3)
+    example = Path(__file__).parents[2] / "examples" / "demo-300m.json"  # in DeMo's float32
+    assert "LocalDeMo: signs of all," in command("plan", "--config", example, "--workers", 2)
 
 
 # The verdict

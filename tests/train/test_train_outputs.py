@@ -46,8 +46,7 @@ def test_whole_run_leaves_a_line_per_step_and_its_last_two_checkpoints(runs, cas
     assert [row["lr"] for row in rows[:3]] == pytest.approx([peak / 3, 2 * peak / 3, peak])
     assert rows[-1]["lr"] == pytest.approx(peak / 10)
     assert sorted(path.name for path in OutFolder(out).checkpoints.iterdir()) == ["step-00000009", "step-00000012"]
-    assert printed.stderr == ""
-    assert not {"\r", "\x1b"} & set(printed.stdout)
+    assert (printed.stderr, {"\r", "\x1b"} & {*printed.stdout}) == ("", set())
     for line in ("step 1/12", "final validation loss", "tokens per second", "by one worker per step"):
         assert line in printed.stdout
     assert ("DDP, computed" if case != "adamw" else "per step, computed") in printed.stdout

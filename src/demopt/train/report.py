@@ -25,7 +25,7 @@ from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.method import FLOAT32_BYTES, activations_of, in_words, memory_of
 from demopt.train.model import count_parameters, save
 from demopt.train.out import OutFolder, Row
-from demopt.train.screen import Screen
+from demopt.train.screen import WARM_UP, Screen
 
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 WIDE, HIGH, EDGE = 720, 260, 56  # of the picture: a panel, and the room for numbers beside it
@@ -139,15 +139,15 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         table.add_column("ratio", justify="right")
 
     last = [row["loss"] for row in rows[-max(1, min(LAST_STEPS, len(rows) // 20)) :] if row["loss"] is not None]
-    validated = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
-    final = validated[-1] if validated else math.nan
+    final = [math.nan, *(row["val_loss"] for row in rows if row.get("val_loss") is not None)][-1]
     unit = "nats per byte" if bytes_per_token == 1 else "nats per token"
     table.add_row(f"final train loss, {unit}", f"{statistics.mean(last or [math.nan]):.4f}")
     table.add_row(f"final validation loss, {unit}", f"{final:.4f}")
     if bytes_per_token not in (None, 1):
         table.add_row("final validation loss, nats per byte", f"{final / (bytes_per_token or 1):.4f}")
-    usual = statistics.median(row["step_seconds"] for row in rows)  # not the mean: the first step warms up, or compiles
-    table.add_row("tokens per second", f"{rows[-1]['tokens'] / len(rows) / usual:,.0f}")
+    # Not the median, which has no round; the first steps warm up, or compile.
+    seconds = statistics.mean(row["step_seconds"] for row in rows[min(WARM_UP, len(rows) // 2) :])
+    table.add_row("tokens per second", f"{rows[-1]['tokens'] / len(rows) / seconds:,.0f}")
     if counted:
         exchange = sum(row["exchange_seconds"] for row in rows)
         table.add_row("share of the step in exchange", f"{exchange / sum(row['step_seconds'] for row in rows):.1%}")
