@@ -1,5 +1,6 @@
 """Runs calls in order on a separate thread, so that a message travels while its rank computes."""
 
+import atexit
 import queue
 import threading
 import weakref
@@ -58,7 +59,9 @@ class Background:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             weakref.finalize(self, self._calls.put, _stop).atexit = False  # an exiting process ends it anyway
-            threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange").start()
+            thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange")
+            thread.start()
+            atexit.register(_let_end, self._calls, thread)
         future: Future[T] = Future()
 
         def run() -> None:
@@ -75,6 +78,13 @@ def _serve(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
     while (call := calls.get()) is not _stop:
         call()
         del call  # while the thread waits for the next one, it would keep this one's optimizer, and so itself, alive
+
+
+def _let_end(calls: "queue.SimpleQueue[Callable[[], None]]", thread: threading.Thread) -> None:
+    """At exit: waits some seconds for the call under way, because torch aborts a process that ends in a collective."""
+    if thread.is_alive():
+        calls.put((done := threading.Event()).set)
+        done.wait(5.0)
 
 
 def _stop() -> None:

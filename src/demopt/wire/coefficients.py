@@ -213,11 +213,6 @@ class SignBits(Coefficients):
 
     Bit n % 8 of byte n // 8 is 1 if coefficient n is negative. All ranks send all coefficients, so every reduction is
     the weighted mean.
-
-    Examples:
-        >>> signs = SignBits(torch.tensor([[[0b101]]], dtype=torch.uint8), length=3, codes=torch.tensor([[2032]]))
-        >>> signs.values
-        tensor([[[-1.,  1., -1.]]])
     """
 
     signs: Tensor

@@ -28,10 +28,6 @@ class Section:
     """Chunks of one length, with `keep` coefficients each, whose values the quantizer `values` encodes.
 
     Signs of all coefficients (`keep` = `length`, values "sign") are whole bytes per chunk, and decode to `SignBits`.
-
-    Examples:
-        >>> Section(chunks=8, length=4096, keep=32, values="sign").size
-        331
     """
 
     chunks: int
