@@ -115,8 +115,7 @@ def test_state_knows_what_its_local_steps_have_read() -> None:
     read, store, state = Counter[int](), ObjectStore(), None
     for steps in (5, 99):
         worker = Worker(store, 0)
-        if state:
-            worker.optimizer.load_state_dict(state)
+        worker.optimizer.load_state_dict(state or worker.optimizer.own_state_dict())
         for batch in islice(demopt.RunSampler(worker.optimizer, 20, batch=2), steps):
             worker.step()
             read.update(batch)

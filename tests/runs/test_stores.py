@@ -100,9 +100,8 @@ def test_key_files(tmp_path):
         read_key(tmp_path / "key")
     with pytest.raises(ValueError, match="openssl rand -hex 32"):
         read_key(tmp_path / "none")
-    for wrong in (b"abc", "a" * 32):
-        with pytest.raises(ValueError, match="the key is not of 32 bytes"):
-            Keyed(ObjectStore(), wrong)
+    with pytest.raises(ValueError, match="the key is not of 32 bytes"):
+        Keyed(ObjectStore(), "a" * 32)
 
 
 @pytest.mark.parametrize(
