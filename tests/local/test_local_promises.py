@@ -16,9 +16,10 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError, LocalDeMo
+from demopt import DeMo, ExchangeError, FolderExchange, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
 from demopt.optim.local_weights import LocalWeights
+from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
 
 ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs a process group
@@ -335,6 +336,11 @@ def test_extract_by_hand_is_refused_with_a_round_in_flight() -> None:
         optimizer.extract()
     optimizer.flush()
     optimizer.apply(optimizer.exchange(optimizer.extract()))
+
+
+def test_extract_by_hand_is_refused_in_a_folder_whose_rounds_are_more() -> None:
+    with pytest.raises(RuntimeError, match="call step, or local_step and finish_round"):
+        make(FolderExchange(ObjectStore())).extract()
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])

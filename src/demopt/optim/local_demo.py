@@ -246,6 +246,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def extract(self) -> Tensor:
         """Returns this rank's message, uint8 [B], of its pseudo-gradient. Follow it with `apply` or `rollback`."""
         self._before_change("extract")
+        if not self._rounds.in_step:
+            raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
         self._weights.begin()
         message = self._extract().message
         assert message is not None
@@ -474,7 +476,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where `apply`, which sets `skipped`, did not run: then `_catch_up` moves them again
+        else:  # also where `apply`, which sets `skipped` again, did not run: then `_catch_up` moves them again
             self._weights.adopt()
         self.local_steps = 0
 

@@ -34,7 +34,7 @@ from demopt.runs.inbox import (
     ForkedError,
     Inbox,
     attempts,
-    bytes_of,
+    envelope_of,
     renamed,
     row_of,
     tensor_of,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
-_STILL_THERE = 10.0  # seconds for which the manifest before is there: a message is put without looking for it
+_STILL_THERE = 10.0  # seconds for which a manifest that was there is there
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
@@ -318,12 +318,13 @@ class FolderExchange(VaryingExchange):
         It changes nothing that a trainer reads, but counters, because it may run in the background.
         """
         began, number, decided = time.monotonic(), header.round_number, attached.decided
-        mine, inbox = replace(attached.envelope, body=bytes_of(message)), Inbox(self, wiring, header, attached)
+        mine, inbox = envelope_of(attached, message), Inbox(self, wiring, header, attached)
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
-        # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
+        # No message is put without the manifest before, which is there for ten seconds after it was, and no long upload
+        # is made for a round that is over: whoever may be late looks first. So does whoever reads the wish to stop,
+        # because its message tells the others.
         in_time = (age := began - attached.round_began) < _STILL_THERE and age < SLACK * mine.seconds + self.late
         puts_at_once = in_time and not (reads_wish and len(members) > 1)
         together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]

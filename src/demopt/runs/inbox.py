@@ -21,7 +21,6 @@ from demopt.runs.log import Envelope, Manifest, Seen
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
-    from demopt.replicator.replicator import Round
     from demopt.runs.exchange import FolderExchange
 
 SLACK = 1.5  # times the seconds that a worker says it needs
@@ -187,11 +186,9 @@ def row_of(sent: Envelope, manifest: Manifest) -> int | None:
     return next(own, None)
 
 
-def envelope_of(current: Round) -> Envelope:
+def envelope_of(attached: Attached, message: Tensor) -> Envelope:
     """Returns a round's own message as it is sent."""
-    assert current.message is not None
-    envelope: Envelope = current.attached.envelope
-    return replace(envelope, body=bytes_of(current.message))
+    return replace(attached.envelope, body=bytes_of(message))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

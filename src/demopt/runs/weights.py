@@ -535,8 +535,9 @@ class FolderRounds(Rounds):
             return {}
         self.replicator.let_extract()
         run, current, before = self.run, self._open or self.replicator.round, log.digest_of(self.run.decided)
-        is_sent = current and current.data and current.message is not None  # data: the error has its content
-        message = envelope_of(current) if current and is_sent else None
+        message = None
+        if current is not None and current.data and current.message is not None:  # data: the error has its content
+            message = envelope_of(current.attached, current.message)
         # After a CoveredError the round's message has left the error, and the weights wait for `catch_up`.
         is_covered = run.last is not None and run.last.manifest.round == self._number
         is_settled = is_covered or self._number < self._unknown_from < math.inf
