@@ -80,8 +80,8 @@ class OptimizerState:
         old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            # At an own key that the file lacks there is what `LoadPlanner` left: None, or with older torch the entry of
-            # now. Nobody takes over from it: fewer ranks saved the file, so this rank is none of those in `overlaps`.
+            # `LoadPlanner` has requested the keys of `overlaps`, whoever saved them. At an own key that the file lacks
+            # there is None, or with older torch the entry of now, which nobody takes over: fewer ranks saved the file.
             if not (match := _KEY.fullmatch(key)) or entry is None:
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})

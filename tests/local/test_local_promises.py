@@ -329,16 +329,13 @@ def test_impossible_arguments_are_refused(inner: Any, settings: Any, error: type
         LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **settings)
 
 
-def test_extract_by_hand_is_refused_with_a_round_in_flight() -> None:
+def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder() -> None:
     optimizer = make(SingleRank(), delay=1, sync_every=1)
     train(optimizer, range(1))
     with pytest.raises(RuntimeError, match=r"call flush\(\)"):
         optimizer.extract()
     optimizer.flush()
     optimizer.apply(optimizer.exchange(optimizer.extract()))
-
-
-def test_extract_by_hand_is_refused_in_a_folder_whose_rounds_are_more() -> None:
     with pytest.raises(RuntimeError, match="call step, or local_step and finish_round"):
         make(FolderExchange(ObjectStore())).extract()
 

@@ -378,7 +378,8 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
     assert [sender.worker for sender in liar.run.decided.senders] == ["w0", "w1", "w2"]
 
     def forge(manifest):
-        own = log.Sender("w0", log.digest(inbox.envelope_of(liar.optimizer.replicator.round).packed()), 1)
+        sent = liar.optimizer.replicator.round
+        own = log.Sender("w0", log.digest(inbox.envelope_of(sent.attached, sent.message).packed()), 1)
         return propose(dataclasses.replace(manifest, senders=[own], members={"w0": 0}))
 
     liar.run.late, liar.run._propose = 0.0, forge

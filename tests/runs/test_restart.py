@@ -253,11 +253,10 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store: Any) -> None
 def test_state_of_a_worker_that_could_not_take_the_weights_of_a_run_is_not_of_it(store: Any) -> None:
     first, again = Worker(store, 0), Worker(store, 1)
     first.round(2)
-    load, again.optimizer._rounds.load = again.optimizer._rounds.load, Mock(side_effect=ExchangeError("away"))
-    with pytest.raises(ExchangeError, match="away"):
+    away = patch.object(again.optimizer._rounds, "load", side_effect=ExchangeError("away"))
+    with away, pytest.raises(ExchangeError, match="away"):
         again.join()
     assert "folder" not in again.optimizer.own_state_dict()
-    again.optimizer._rounds.load = load
     assert "folder" in again.join().optimizer.own_state_dict()
 
 

@@ -544,8 +544,8 @@ class LocalDeMo(ReplicatedOptimizer):
         inner = self._inner.state()
         found = {parameter: SavedParameter({}, {}, entry) for parameter, entry in inner.items()}
         transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
-        # The message of a round that an error left open has a round's steps, which `_round` zeroes at its end only; D
-        # has those since. With delay all came later.
+        # In a folder, the message of a round that an error left open has a round's steps, which `_round` zeroes at its
+        # end only; D has those since. With delay all came later.
         are_sent = self._rounds.is_open and not self.replicator.options.background
         steps = max(0, self.local_steps - self.sync_every * are_sent)
         counters = {"local_steps": steps, "transform": transform}

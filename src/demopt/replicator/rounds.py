@@ -98,7 +98,7 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a round to apply before the next one: in flight, or left open by an error."""
+        """Whether there is a round to apply before the next one: in flight, or in a folder left open by an error."""
         return self.replicator.in_flight
 
     @property

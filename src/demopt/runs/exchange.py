@@ -125,10 +125,11 @@ class FolderExchange(VaryingExchange):
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
-        # The run as this worker's weights have it. `FolderRounds` sets it where they come from a checkpoint, and
-        # `find_or_start` where they come from a state:
+        self.unsent = 0  # sequences in no message yet, or in one that was left out
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
+        # The run as this worker's weights have it. `FolderRounds` sets it where they come from a checkpoint, and
+        # `find_or_start` where they come from a state:
         self.joined = False  # it has the run's weights
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
@@ -192,7 +193,7 @@ class FolderExchange(VaryingExchange):
     def find_or_start(
         self, number: int, facts: dict[str, str], config_facts: Any, groups: list[Any], first: Callable[[], bytes]
     ) -> bool:
-        """Starts the run, or joins the one that is there; whether it has started it.
+        """Starts the run, or joins the one that is there; whether it has started it. Sets `decided`.
 
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.

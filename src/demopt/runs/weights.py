@@ -113,7 +113,8 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._unknown_from = math.inf  # the first round of which a state may not know this worker's message
+        self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
+        self._knows = -1  # the round whose message the error knows of, before the weights have that round
 
     @property
     def _number(self) -> int:
@@ -151,9 +152,9 @@ class FolderRounds(Rounds):
             self._check_order(groups)
             self._enter()
             self._follow_run()
-            if self._unknown_from < math.inf and self._end_later_message():
+            if self._saved_at < math.inf and self._end_later_message():
                 self._follow_run()
-            self._unknown_from = math.inf
+            self._saved_at = math.inf
             run.stopping = False  # in the rounds before
         self._restored, self._weights_of = None, run.record.identity
         run.hello(self._number)
@@ -196,7 +197,8 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            self._unknown_from = self._number + (restored.is_settled or restored.message is not None)
+            self._saved_at = self._number
+            self._knows = self._number if restored.is_settled or restored.message is not None else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -233,14 +235,16 @@ class FolderRounds(Rounds):
 
     def _meet_own(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        if manifest.round >= self._unknown_from and self.run.worker in [sender.worker for sender in manifest.senders]:
+        is_later = manifest.round >= self._saved_at and manifest.round != self._knows
+        if is_later and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
 
     def _drop_unsent(self) -> None:
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
-        self.keeps_steps, self._unknown_from = False, math.inf
+        self.run.unsent = 0
+        self.keeps_steps, self._saved_at, self._knows = False, math.inf, -1
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -281,6 +285,7 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
+            self._knows = self._number
             drift = error if isinstance(error, DriftError) else None
         except ForkedError as error:
             replicator.rollback()
@@ -497,7 +502,7 @@ class FolderRounds(Rounds):
 
         number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if self._unknown_from < math.inf:
+        if self._saved_at < math.inf:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._meet_own(missed)
 
@@ -538,10 +543,7 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.data and current.message is not None:  # data: the error has its content
             message = envelope_of(current.attached, current.message)
-        # After a CoveredError the round's message has left the error, and the weights wait for `catch_up`.
-        is_covered = run.last is not None and run.last.manifest.round == self._number
-        is_settled = is_covered or self._number < self._unknown_from < math.inf
-        facts = message, is_settled, sorted(run.numbers_read)
+        facts = message, self._knows == self._number, sorted(run.numbers_read)
         return SavedWorker(run.record.identity, run.worker, before, *facts).entry()
 
     def check_entry(self, entry: Any) -> None:

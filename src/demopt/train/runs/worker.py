@@ -156,7 +156,6 @@ class Worker:
         self.number = 0  # the step that was drawn last
         self.tokens = 0  # of all workers, in the rounds that this one has seen
         self._step_sequences = 0  # of that step
-        self._sequences = 0  # in no message yet, or in one that was left out
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
@@ -191,7 +190,6 @@ class Worker:
         self.optimizer.join()
         with out.writing():
             write_whole(out.identity, lambda aside: aside.write_text(run.record.identity, encoding="utf-8"))
-        out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.number = self.steps_done
         with ExitStack() as held:
             with out.writing():
@@ -209,6 +207,7 @@ class Worker:
             self._hear()  # of a round that an error had left open
             self._heard = {}
             training = Training(config, out, self.team, self.corpus, self.model, self.method, report, run.asked_to_stop)
+            out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
             try:
                 train_steps(training, self)
             except DemoptError:
@@ -255,7 +254,7 @@ class Worker:
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes a local step, and finishes a round if due or all is read. Returns whether `rows` may be reported."""
         run, row = self.run, rows[-1]
-        self._sequences += self._step_sequences
+        self.run.unsent += self._step_sequences
         run.leaving = run.asked_to_stop() or self.number == self.config.steps
         self.optimizer.local_step()
         self.sizes.measured(self._step_sequences, seconds)
@@ -281,11 +280,11 @@ class Worker:
 
     def _finish_round(self, loss: float) -> None:
         """Finishes the round, with this worker's numbers beside its message; `loss`: of the step."""
-        self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
+        self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
-            self.optimizer.samples = max(1, self._sequences)  # a small machine counts as what it is
-        self._sequences = 0
+            self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
+        self.run.unsent = 0
         self.optimizer.finish_round()  # of several messages all have this note, and the last outcome counts
         self._hear(loss)
         if self.run.leaving:
@@ -301,7 +300,7 @@ class Worker:
         unsent = int(numbers_of(last.envelope.note).get("sequences", 0))
         if manifest.refused.get(last.envelope.worker) == NOT_FINITE:  # its work is dropped
             unsent = 0
-        self._sequences += unsent if last.row is None else 0
+        self.run.unsent += unsent if last.row is None else 0
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
@@ -330,7 +329,7 @@ class Worker:
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
         # not `state_dict`, which warns of local steps: here they are meant
-        state = {"drawn": self.drawn, "sequences": self._sequences, "optimizer": self.optimizer.own_state_dict()}
+        state = {"drawn": self.drawn, "sequences": self.run.unsent, "optimizer": self.optimizer.own_state_dict()}
         with self.out.writing():
             write_whole(self.out.state, lambda aside: torch.save(state, aside))
 
@@ -343,7 +342,7 @@ class Worker:
             if broken := zipfile.ZipFile(place).testzip():  # torch reads past wrong checksums
                 raise ValueError(f"{broken} in it is damaged")
             state = torch.load(place, map_location="cpu", weights_only=True)
-            self.drawn, self._sequences = int(state["drawn"]), int(state.get("sequences", 0))
+            self.drawn, self.run.unsent = int(state["drawn"]), int(state.get("sequences", 0))
             self.optimizer.load_state_dict(state["optimizer"])
         except Exception as error:  # of zip, pickle, torch or the optimizer: it may hold anything
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
