@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ import forked
 from demopt.errors import ExchangeError
 from demopt.runs import log
 from demopt.runs.disk import Disk
-from demopt.train.config import TrainConfig
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.runs.status import NUMBERS, numbers_of
 from demopt.train.runs.worker import settings_to_join
 
@@ -199,6 +200,9 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
         identity = log.read_record(store).identity
         before = log.read_manifest(store, identity, 1)
         assert log.propose(store, log.Manifest(identity, 2, "another", [], {}, {}, {}, before.digest))
+    with monkeypatch.context() as patch:  # it joins, and cannot begin
+        patch.setattr("demopt.train.runs.worker.Report", Mock(side_effect=InputError("--tracker wandb: no login")))
+        assert "no login" in command(*words, code=2)
     told = command(*words)
     assert "with the state that it left" in told
     assert command("replay", tmp_path / "run").endswith(told.rpartition("sha256 ")[2])
