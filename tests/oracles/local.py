@@ -24,6 +24,16 @@ def local_round(
     """Returns the global weights [P] and the errors [W][P] after a round of ranks with `local_weights` [W][P].
 
     `settings` has error_decay, outer_lr, top_k, chunk, transform, reduction and values, as LocalDeMo has them.
+
+    Examples:
+        >>> import torch
+        >>> settings = dict(error_decay=0.5, outer_lr=1.0, top_k=1, chunk=2, transform="identity",
+        ...                 reduction="senders", values="float32")
+        >>> before, zero = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
+        >>> local_weights = [[torch.tensor([[0.5, 0.9]])], [torch.tensor([[0.7, 1.0]])]]
+        >>> (after,), errors = local_round([before], local_weights, [[zero], [zero]], settings)
+        >>> after, errors[0]  # the mean of .5 and .3 was sent
+        (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.0500]])])
     """
     fixed = {
         "alpha": 1.0,

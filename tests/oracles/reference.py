@@ -46,6 +46,17 @@ def reference_step(
     `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. The
     computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with the same names;
     `rule_state[p]` is the update rule's state after the last step, empty before the first.
+
+    Examples:
+        >>> settings = dict(lr=0.1, momentum_decay=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
+        ...                 reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
+        ...                 chunking="divisor", maximize=False)
+        >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> step = reference_step([x], [[g]], [[zero_momentum(x, settings)]], settings)
+        >>> step.momenta[0][0].tolist()  # the two largest are gone: they were sent
+        [[0.5, 1.0], [0.0, 0.0]]
+        >>> step.aggregates[0].tolist()
+        [[0.0, 0.0], [1.5, 2.0]]
     """
     steps = [
         _parameter_step(x, [g[p] for g in gradients], [m[p] for m in momenta], settings)
@@ -76,7 +87,16 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def chunk_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """Returns the rows and columns of a parameter's chunks (arXiv 2411.19870, section 3)."""
+    """Returns the rows and columns of a parameter's chunks (arXiv 2411.19870, section 3).
+
+    Examples:
+        >>> chunk_shape((128, 50257), dict(chunk=64, chunking="divisor"))
+        (64, 29)
+        >>> chunk_shape((128, 50257), dict(chunk=64, chunking="padded"))
+        (64, 64)
+        >>> chunk_shape((192,), dict(chunk=64, chunking="padded"))
+        (1, 64)
+    """
     rows, columns = matrix_shape(shape)
     return _chunk_side(rows, settings), _chunk_side(columns, settings)
 
@@ -95,6 +115,14 @@ def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
 
     "divisor" keeps top_k for any chunk size. "padded" scales it with the chunk, and sends a whole chunk if that takes
     no more bits than the kept values with their positions.
+
+    Examples:
+        >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="divisor", values="float32"))
+        32
+        >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="padded", values="float32"))
+        8
+        >>> kept_per_chunk(4, dict(top_k=4, chunk=2, chunking="padded", values="float32"))
+        4
     """
     N: int = chunk_elements
     top_k: int = settings["top_k"]
@@ -110,6 +138,10 @@ def position_bits(K: int, N: int) -> int:
     """Returns the bits of K positions among N, in the shorter of two codes: all bits of each, or Elias-Fano's.
 
     Elias-Fano: floor(log2(N / K)) low bits of each; of the rest, one bit a position and one for each step upwards.
+
+    Examples:
+        >>> position_bits(32, 4096), position_bits(1, 64)
+        (287, 6)
     """
     low = math.floor(math.log2(N / K))
     return min(K * math.ceil(math.log2(N)), K * low + K + (N - 1 >> low))

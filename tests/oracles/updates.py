@@ -17,7 +17,12 @@ RuleState: TypeAlias = dict[str, Any]
 
 
 def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[Tensor, RuleState]:
-    """Returns the direction phi(U) and the rule's state for the next one."""
+    """Returns the direction phi(U) and the rule's state for the next one.
+
+    Examples:
+        >>> phi(torch.tensor([1.0]), {"update": "nesterov(beta=0.5)"}, {"V": torch.tensor([2.0])})
+        (tensor([2.]), {'V': tensor([2.])})
+    """
     rule, V = rule_of(settings["update"]), rule_state.get("V", torch.zeros_like(U))
     if isinstance(rule, Signum):  # arXiv 2411.19870, section 3
         return U.sign(), {}
@@ -40,7 +45,12 @@ def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[
 
 
 def newton_schulz(U: Tensor) -> Tensor:
-    """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|."""
+    """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
+
+    Examples:
+        >>> newton_schulz(torch.eye(2, dtype=torch.float64)).diagonal().round(decimals=2)
+        tensor([1.1100, 1.1100], dtype=torch.float64)
+    """
     norm = U.square().sum().sqrt()
     X = U / norm if norm > 0 else U
     for _ in range(5):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from demopt.errors import MessageError
-from demopt.wire.checksum import checksum, fingerprint
+from demopt.wire.checksum import checksum, fingerprint, padded
 from demopt.wire.coefficients import Strongest
 from demopt.wire.layout import Layout, Section
 from demopt.wire.message import (
@@ -264,3 +264,10 @@ def test_fingerprint_sees_bits_order_and_borders() -> None:
             seen.append(fingerprint(changed))
     assert len(set(seen)) == len(seen) == 4 + 5 + 23
     assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
+
+
+def test_fingerprint_is_made_of_tensor_checksums() -> None:
+    data = [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<2f", 5, 6)]
+    expected = literal.word_sum([literal.mixed(literal.checksum(part)) for part in data])
+    assert fingerprint([torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6])]) == expected
+    assert padded(torch.ones(9, dtype=torch.uint8)).tolist() == [1] * 9 + [0] * 7
