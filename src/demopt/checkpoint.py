@@ -48,6 +48,7 @@ class OptimizerState:
     `LoadPlanner` for more or fewer ranks than saved.
 
     Raises:
+        TypeError: another optimizer.
         ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`.
 
     Examples:
@@ -58,6 +59,8 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
+        if not hasattr(optimizer, "own_state_dict"):
+            raise TypeError(f"the optimizer is {type(optimizer).__name__}; give a DeMo or LocalDeMo")
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:

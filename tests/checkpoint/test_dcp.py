@@ -77,6 +77,11 @@ def test_dcp_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now
         carriers.assert_resharded(state, expected[rank])
 
 
+def test_state_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="is AdamW; give a DeMo or LocalDeMo"):
+        OptimizerState(torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
+
+
 def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoint")
     ranks.run(_save, 2, "DeMo", folder)

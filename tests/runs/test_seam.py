@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -165,6 +166,18 @@ def test_message_under_a_second_name_counts_once_after_an_error(store):
     assert second.run.worker.startswith("w0-")
     assert [sender.worker for sender in first.run.decided.senders] == ["w0", second.run.worker]
     assert (second.run.last.row, second.digest) == (1, first.digest)
+
+
+def test_worker_that_is_stepped_in_a_forked_process_is_told_and_does_not_hang(store):
+    worker = Worker(store, 0).join()
+    worker.round()
+    if (child := os.fork()) == 0:
+        try:
+            worker.round()
+        except RuntimeError as error:
+            os._exit("build the optimizer in the one that trains" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(store):

@@ -147,7 +147,7 @@ class FolderExchange(VaryingExchange):
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
         self._later: list[Future[None]] = []
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
+        self._pool, self._process = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store"), os.getpid()
 
     @property
     def worker(self) -> str:
@@ -533,7 +533,9 @@ class FolderExchange(VaryingExchange):
         return found
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Makes requests side by side."""
+        """Makes requests side by side. RuntimeError in a forked process, which has none of the threads for them."""
+        if os.getpid() != self._process:
+            raise RuntimeError("this process was forked from the worker's: build the optimizer in the one that trains")
         if len(calls) < 2:
             return [call() for call in calls]
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
