@@ -12,9 +12,10 @@ import ranks
 from demopt import cli
 from demopt.kernels import gate
 
-# Started in the background, or by nohup, this process ignores SIGINT, and so would all that it starts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background, or by nohup, this process ignores signals, and so would all that it starts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(

@@ -476,7 +476,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where `apply`, which sets `skipped` again, did not run: then `_catch_up` moves them again
+        else:  # also where a folder's round was not applied: `extract` has reset `skipped`, and `_catch_up` goes on
             self._weights.adopt()
         self.local_steps = 0
 

@@ -76,7 +76,7 @@ class Session:
         return self._agreed is wiring.route
 
     def agree(self, wiring: Wiring, header_of: Callable[[Wiring], Header]) -> None:
-        """Runs the handshake, if the layout of the wiring is new, unmetered. One rank, as in a folder, meets nobody."""
+        """Runs the handshake, if the layout of the wiring is new, unmetered; one rank, as in a folder, with itself."""
         self.settle(wiring)
         if self.has_agreed(wiring):
             return

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
-_STILL_THERE = 10.0  # seconds for which a manifest that was there is there
+_STILL_THERE = 10.0  # seconds after a manifest was read, while it is taken to be there
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
@@ -302,6 +302,7 @@ class FolderExchange(VaryingExchange):
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
+        self.unsent = 0
         return Attached(envelope, self.decided, self.round_began)
 
     @property
@@ -323,11 +324,11 @@ class FolderExchange(VaryingExchange):
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # No message is put without the manifest before, which is there for ten seconds after it was, and no long upload
-        # is made for a round that is over: whoever may be late looks first. So does whoever reads the wish to stop,
-        # because its message tells the others.
-        in_time = (age := began - attached.round_began) < _STILL_THERE and age < SLACK * mine.seconds + self.late
-        puts_at_once = in_time and not (reads_wish and len(members) > 1)
+        # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
+        # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
+        age = began - attached.round_began
+        is_in_time, was_just_there = age < SLACK * mine.seconds + self.late, age < _STILL_THERE
+        puts_at_once = is_in_time and was_just_there and not (reads_wish and len(members) > 1)
         together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
         together += [self._hears_stop] if reads_wish else []
         together += [partial(self._put, mine)] if puts_at_once else []

@@ -284,7 +284,6 @@ class Worker:
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
-        self.run.unsent = 0
         self.optimizer.finish_round()  # of several messages all have this note, and the last outcome counts
         self._hear(loss)
         if self.run.leaving:
