@@ -144,11 +144,14 @@ def read_state(
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
     entries, found, lacking = state.get("state", {}), dict[Tensor, SavedParameter](), list[str]()
-    is_empty = not any(entries.values())  # of no parameter: then the checks below refuse it, if any trains
+    if not any(entries.values()) and any(p.requires_grad for group in groups for p in group["params"]):
+        raise ValueError(
+            "the state has no momentum, global weights and error of any parameter: another optimizer saved it"
+        )
     for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             saved = SavedParameter.of(entries.get(number, {}))
-            if not entries.get(number) and not (is_empty and parameter.requires_grad):
+            if not entries.get(number):
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
             known = {**saved.shared, **saved.own}
@@ -266,7 +269,7 @@ def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world
 
 
 def unmarked(state: StateDict) -> StateDict:
-    """Returns a state without "saved_by": where workers come and go, a rank is a worker's place in one round only."""
+    """Returns a state without "saved_by", for torchft, where a rank is a worker's place in one round only."""
     entries = state["state"].items()
     return {**state, "state": {n: {k: v for k, v in entry.items() if k != SAVED_BY} for n, entry in entries}}
 

@@ -243,6 +243,18 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
             first.round()
 
 
+def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store: Any) -> None:
+    first, again = Worker(store, 0), Worker(store, 1)
+    first.round()
+    first.step()
+    again.optimizer.load_state_dict(first.optimizer.own_state_dict())
+    with pytest.raises(RuntimeError, match="observe with a new optimizer"):
+        again.optimizer.observe()
+    torch.nn.init.ones_(again.model[0].weight)
+    with pytest.warns(UserWarning, match="the weights were changed after load_state_dict"):
+        again.join()
+
+
 def test_nobody_waits_for_an_observer_however_far_it_follows(store: Any) -> None:
     first, observer = Worker(store, 0, keep_log=True), Worker(store, 1)
     first.round(9)

@@ -206,8 +206,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @property
     def due(self) -> bool:
-        """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
-        return self.local_steps >= self.sync_every
+        """Whether the next thing to do is a round: after `sync_every` local steps, or where an error left one open."""
+        return self.local_steps >= self.sync_every or self._left_open
+
+    @property
+    def _left_open(self) -> bool:
+        return self._rounds.is_open and not self.replicator.options.background
 
     @unrecorded
     def join(self) -> None:
@@ -346,6 +350,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _take_weights(self) -> None:
         """Joins the others' rounds, where a run's weights may replace the global ones; local weights then follow."""
+        self.mistakes.look_at_loaded()
         rounds, weights, before = self._rounds, self._weights, self.replicator.fingerprint()
         # Local steps since the last round, which a later message may carry, count from the weights that they began at.
         if self.local_steps and not (rounds.in_step or weights.have_start):
@@ -429,10 +434,12 @@ class LocalDeMo(ReplicatedOptimizer):
                     self.replicator.send()
             except BaseException:
                 self._weights.keep(current.finite)
-                # A round that an error left open may move the global weights later: local ones that are equal to them
-                # now, after dropped steps, count from here too.
-                if self._rounds.is_open and not current.finite:
-                    self._weights.hold()
+                if self._left_open:
+                    self.local_steps = 0  # the open round has them
+                    # It may move the global weights later: local ones that are equal to them now, after dropped steps,
+                    # count from here too.
+                    if not current.finite:
+                        self._weights.hold()
                 raise
             self._set_weights(current.finite)
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
@@ -544,11 +551,7 @@ class LocalDeMo(ReplicatedOptimizer):
         inner = self._inner.state()
         found = {parameter: SavedParameter({}, {}, entry) for parameter, entry in inner.items()}
         transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
-        # In a folder, the message of a round that an error left open has a round's steps, which `_round` zeroes at its
-        # end only; D has those since. With delay all came later.
-        are_sent = self._rounds.is_open and not self.replicator.options.background
-        steps = max(0, self.local_steps - self.sync_every * are_sent)
-        counters = {"local_steps": steps, "transform": transform}
+        counters = {"local_steps": self.local_steps, "transform": transform}
         with_local = self.weights_differ
         self._weights.notice_loaded()
         for local, weight in self._weights.global_of.items():

@@ -110,11 +110,13 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run = run
         self.moments = moments
-        self._open: Round | None = None  # its message may be in the store: a manifest decides it
+        self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         self._saved_at = math.inf  # the round of a state that may be older than this worker's last message
-        self._settled_round = -1  # the round whose message the error accounts for, before the weights have that round
+        # The round whose message the error accounts for, while the weights do not have the round yet: after a
+        # CoveredError or DriftError, or from a state that holds that message.
+        self._settled_round = -1
 
     @property
     def _number(self) -> int:
@@ -250,6 +252,8 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
+        if self._restored is not None:
+            raise RuntimeError("a state of the run is loaded: join() goes on from it; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         self._load_newest(least=0)
         self._follow_run(asks=False)
@@ -452,7 +456,7 @@ class FolderRounds(Rounds):
             try:
                 run.store.delete(map(log.moments_name, older[:-1]))
                 if not run.record.keep_log and older:  # a slow worker may still read what came after `older[-1]`
-                    cleared = older[0] if len(older) > 1 else 0  # up to there, when `older[-1]` was written
+                    cleared = older[0] if len(older) > 1 else 0  # the save of `older[-1]` cleared the rounds before it
                     log.clear(run.store, range(cleared, older[-1]))
                     run.store.delete(log.checkpoint_name(run.record, each) for each in older[:-1])
             except ExchangeError as error:
