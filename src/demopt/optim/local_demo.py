@@ -483,7 +483,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where a folder's round was not applied: `extract` has reset `skipped`, and `_catch_up` goes on
+        else:  # also where a folder's round was not applied: `extract` has reset `skipped`; `_catch_up` goes on
             self._weights.adopt()
         self.local_steps = 0
 

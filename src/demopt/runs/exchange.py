@@ -136,7 +136,7 @@ class FolderExchange(VaryingExchange):
         self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
-        # Its own:
+        # Its own, and that of its rounds:
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
@@ -302,7 +302,7 @@ class FolderExchange(VaryingExchange):
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
-        self.unsent = 0
+        self.unsent = 0  # the note has them; who wrote it adds them again if the message is left out
         return Attached(envelope, self.decided, self.round_began)
 
     @property
@@ -345,7 +345,7 @@ class FolderExchange(VaryingExchange):
         known_at = inbox.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
-        if (row := row_of(mine, manifest)) is not None:
+        if (row := row_of(mine, manifest)) is not None:  # an earlier attempt may have put it under its second name
             mine = replace(mine, worker=manifest.senders[row].worker)
         try:
             result = self.results_of(manifest, wiring, header, inbox.results)

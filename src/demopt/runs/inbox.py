@@ -94,7 +94,7 @@ class Inbox:
         return tuple(sorted(expected - {*self.valid, *self.refused, *(self.seen.messages - self._unreadable)}))
 
     def read_new(self, *also: Callable[[], Any]) -> list[Any]:
-        """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
+        """Reads what is new at the last look; makes other requests beside that, and returns their results."""
         self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
         new, greeting = self.unread()
         hello = partial(log.read_hello, self._run.store, self._header.round_number, self._run.record.identity)

@@ -97,6 +97,7 @@ class Section:
         Returns also the faults. A span begins a granule. `bits_Wb`, those of the narrow planes, and `codes_WC`, of all
         chunks' scales, are given where they are decoded already; then the codes' faults are known too.
         """
+        # The planes of positions come first; there are none where all coefficients are sent.
         parts, chunks, split = self.cut(data_WB, span, bits_Wb), span.stop - span.start, len(self.index.planes)
         quantizer, faults, samples = QUANTIZERS[self.values], Faults(), (1,) * len(data_WB)
         if not quantizer.largest_level:
