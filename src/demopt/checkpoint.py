@@ -74,7 +74,7 @@ class LoadPlanner(DefaultLoadPlanner):
             # DCP refuses a key that the file lacks, because fewer ranks saved it. One that is there stays: without it
             # DCP would take the file for one of torch 2.3.
             if old_size and key not in saved:
-                del self.state_dict[key]
+                del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""

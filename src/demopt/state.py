@@ -144,24 +144,24 @@ def read_state(
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
     entries, found, lacking = state.get("state", {}), dict[Tensor, SavedParameter](), list[str]()
-    if not any(entries.values()) and any(p.requires_grad for group in groups for p in group["params"]):
-        raise ValueError(
-            "the state has no momentum, global weights and error of any parameter: another optimizer saved it"
-        )
+    trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
+    if trains and not any("global" in entry if local else entry for entry in entries.values()):
+        lacks = "global weights and error" if local else "momentum"
+        raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it")
     for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            saved = SavedParameter.of(entries.get(number, {}))
-            if not entries.get(number):
+            entry = entries.get(number, {})
+            saved = SavedParameter.of(entry)
+            known = {**saved.shared, **saved.own}
+            if not (entry.keys() & _FROM_LOCAL.keys() if local else entry):
+                # It was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone.
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
-            known = {**saved.shared, **saved.own}
             _check_counts(saved, known, number)
             if local and not {"global", "momentum", "step", "local_steps"} <= known.keys():
-                if known or parameter.requires_grad:  # of a frozen one there may be its inner optimizer's part alone
-                    raise ValueError(
-                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
-                    )
-                continue
+                raise ValueError(
+                    f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                )
             if local:
                 _check_weights(known, parameter, settings[group_number].transform, number)
             elif "global" in known:
@@ -200,6 +200,8 @@ def _check_weights(known: Entry, parameter: Tensor, transform: str, number: int)
     came, mine = [_outline(known[name]) for name in ("global", "local", "start") if name in known], _outline(parameter)
     if came != [mine] * len(came):
         raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter has {mine}")
+    if not all(known[name].isfinite().all() for name in ("global", "start") if name in known):
+        raise ValueError(f"the weights of parameter {number} in the state are not finite")
 
 
 def _outline(value: Any) -> list[int] | str:
@@ -489,7 +491,10 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         raise ValueError("there are no states; give those of all ranks, in the order of the ranks")
     if not all(isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys() for each in states):
         raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")
-    _check_alike(states)
+    try:
+        _check_alike(states)
+    except (LookupError, AttributeError, RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(f"the states are damaged: {first_line(error)}") from None
     by_rank = dict(enumerate(states))
     return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
 

@@ -112,6 +112,8 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
         ([whole], 3, r"1 states came, and states\[0\] was saved by one of 2 ranks"),
         ([], 1, "there are no states"),
         ([{"model": {}, "optimizer": whole}], 1, "something that is no optimizer's state"),
+        ([{**whole, "state": [1]}], 1, "the states are damaged"),
+        ([{**whole, "state": {0: {**whole["state"][0], "momentum": None}}}], 1, "the states are damaged"),
         ([whole], 0, "world_size is 0"),
     ):
         with pytest.raises(ValueError, match=says):

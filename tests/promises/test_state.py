@@ -5,6 +5,7 @@ A resumed run equals the uninterrupted one bit for bit. Saving never runs a step
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -204,6 +205,23 @@ def test_load_state_dict_refuses_another_model() -> None:
         with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
             optimizer.load_state_dict(other.state_dict())
     assert int(optimizer.state[problems.all_parameters(optimizer)[0]]["step"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:the state has nothing of parameter 1")
+def test_parameter_that_begins_to_train_may_have_had_inner_state_when_it_was_frozen() -> None:
+    a, b = problems.parameters([(17, 19), (20,)])
+    b.requires_grad_(False)
+    state = LocalDeMo(torch.optim.Adagrad([a, b]), process_group=SingleRank()).state_dict()
+    b.requires_grad_(True)
+    LocalDeMo(torch.optim.Adagrad([a, b]), process_group=SingleRank()).load_state_dict(state)
+
+
+def test_weights_of_a_state_that_are_not_finite_are_refused() -> None:
+    optimizer = problems.optimizer_of("LocalDeMo", problems.parameters([(17, 19)]), process_group=SingleRank())
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["global"][3, 4] = math.inf
+    with problems.unchanged(optimizer), pytest.raises(ValueError, match="the weights of parameter 0 .* not finite"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])

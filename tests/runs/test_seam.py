@@ -160,6 +160,8 @@ def test_message_under_a_second_name_counts_once_after_an_error(store):
     with waiting(first.round, store):
         with pytest.raises(KeyboardInterrupt):
             second.round()
+        while not first.run.received_bytes:  # it has not read that message
+            time.sleep(0.005)
         first.run.late = second.run.late = 0.0
     second.run._manifest_of = decide
     second.optimizer.flush()

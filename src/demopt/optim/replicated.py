@@ -119,7 +119,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone; no tensor is a view of more memory than it holds."""
-        if not self.replicator.in_flight:
+        if not self.replicator.in_flight:  # one that an error left open in a folder is in `FolderRounds`
             self.replicator.require_idle("state_dict")
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()  # of `self.state`, which LocalDeMo puts together from its parts

@@ -114,9 +114,9 @@ class FolderRounds(Rounds):
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         self._saved_at = math.inf  # the round of a state that may be older than this worker's last message; inf: none
-        # The round whose message the error accounts for, while the weights do not have the round yet: after a
+        # The round whose own message the error accounts for, while the weights do not have the round yet: after a
         # CoveredError or DriftError, or from a state that holds that message.
-        self._settled_round = -1
+        self._own_round = -1
 
     @property
     def _number(self) -> int:
@@ -165,7 +165,7 @@ class FolderRounds(Rounds):
         run.joined = True
         if started:
             return None
-        return {} if self.moments() else self._lent_moments()  # who has its own needs none
+        return {} if self.moments() else self._lent_moments()  # not None: the run's weights have come, maybe alone
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -201,7 +201,7 @@ class FolderRounds(Rounds):
         if restored is not None:
             run.worker = restored.worker
             self._saved_at = self._number
-            self._settled_round = self._number if restored.is_settled or restored.message is not None else -1
+            self._own_round = self._number if restored.is_settled or restored.message is not None else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -238,7 +238,7 @@ class FolderRounds(Rounds):
 
     def _meet_own(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        is_later = manifest.round >= self._saved_at and manifest.round != self._settled_round
+        is_later = manifest.round >= self._saved_at and manifest.round != self._own_round
         if is_later and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
@@ -247,7 +247,7 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
-        self.keeps_steps, self._saved_at, self._settled_round = False, math.inf, -1
+        self.keeps_steps, self._saved_at, self._own_round = False, math.inf, -1
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -290,7 +290,7 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
-            self._settled_round = self._number  # for a state that is saved before `catch_up`
+            self._own_round = self._number  # for a state that is saved before `catch_up`
             drift = error if isinstance(error, DriftError) else None
         except ForkedError as error:
             replicator.rollback()
@@ -548,7 +548,7 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.data and current.message is not None:  # data: the error has its content
             message = envelope_of(current.attached, current.message)
-        facts = message, self._settled_round == self._number, sorted(run.numbers_read)
+        facts = message, self._own_round == self._number, sorted(run.numbers_read)
         return SavedWorker(run.record.identity, run.worker, before, *facts).entry()
 
     def check_entry(self, entry: Any) -> None:

@@ -102,7 +102,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
             run.close()
             if fresh and not run.joined:
                 out.config.unlink(missing_ok=True)  # nothing happened here: the same command may come again
-    if received or not worker.ended:
+    if not worker.ended:
         cause = "demopt stop ended the run" if run.stopping else "this machine left"
         more = ["--key-file", config.key_file] if config.key_file else []
         theirs = found.settings["data"] if found else config.data
