@@ -113,7 +113,7 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
         ([], 1, "there are no states"),
         ([{"model": {}, "optimizer": whole}], 1, "something that is no optimizer's state"),
         ([{**whole, "state": [1]}], 1, "the states are damaged"),
-        ([{**whole, "state": {0: {**whole["state"][0], "momentum": None}}}], 1, "the states are damaged"),
+        ([{**whole, "state": {0: {**whole["state"][0], "momentum": None}}}, other], 1, "the states are damaged"),
         ([whole], 0, "world_size is 0"),
     ):
         with pytest.raises(ValueError, match=says):

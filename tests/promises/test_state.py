@@ -220,7 +220,7 @@ def test_weights_of_a_state_that_are_not_finite_are_refused() -> None:
     optimizer = problems.optimizer_of("LocalDeMo", problems.parameters([(17, 19)]), process_group=SingleRank())
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["global"][3, 4] = math.inf
-    with problems.unchanged(optimizer), pytest.raises(ValueError, match="the weights of parameter 0 .* not finite"):
+    with problems.unchanged(optimizer), pytest.raises(ValueError, match=r"the weights of parameter 0 .* not finite"):
         optimizer.load_state_dict(state)
 
 
