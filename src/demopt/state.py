@@ -299,10 +299,11 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
     ValueError if a rank's part is missing, TypeError if one has no such form.
     """
-    if not (parts := state.get(RANKS)):
-        return _clean(state)
+    parts = state.get(RANKS, {})
     if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
         raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
+    if not parts:
+        return _clean(state)
     for part in parts.values():
         check_form(part)
     cleaned = {number: _clean(part) for number, part in parts.items()}

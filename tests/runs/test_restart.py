@@ -94,6 +94,38 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
     assert counts[dies.taken :] == [1.0] * 3
 
 
+def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once() -> None:
+    bare = ObjectStore()
+    other, dies = Counter(bare, 0, 0), Counter(bare, 1, 0)
+    for worker in (other, dies, dies):
+        worker.step()
+    dies.step()
+    state = copy.deepcopy(dies.optimizer.own_state_dict())
+    dies.step()  # the message that the state does not know, and its round
+    with patch.object(LocalDeMo, "join"):
+        again = Counter(bare, 1, 0, state)
+    again.taken = dies.taken
+    rounds, reads = again.optimizer._rounds, again.run.results_of
+    follow, seen, tried = rounds.next_manifest, list[int](), list[int]()
+
+    def undecided_at_first() -> Any:
+        seen.append(1)
+        return follow() if len(seen) > 1 else None
+
+    def covered_at_first(*given: Any) -> Any:
+        tried.append(1)
+        if len(tried) == 1:
+            raise CoveredError("covered")
+        return reads(*given)
+
+    rounds.next_manifest, again.run.results_of = undecided_at_first, covered_at_first  # type: ignore[method-assign]
+    again.optimizer.join()
+    again.step()
+    again.step()
+    _, counts = times_applied(bare, [other, again])
+    assert set(counts) == {1.0}, counts
+
+
 def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any) -> None:
     first, second = joined(store, keep_log=True)
     for worker in (first, second, first, second):

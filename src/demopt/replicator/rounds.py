@@ -24,7 +24,6 @@ from demopt.wire.message import NONFINITE, Header
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
-NOT_FINITE = "its gradient was not finite"
 Moments = dict[str, Tensor]  # state of the inner optimizer, by "NUMBER OF PARAMETER.NAME"
 
 
@@ -70,7 +69,7 @@ def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
     except MessageError as error:
         raise MessageError(error.reason) from None
     if flags & NONFINITE:
-        raise MessageError(NOT_FINITE)
+        raise MessageError("its gradient was not finite")
     result.skipped = False
     return result
 

@@ -46,7 +46,7 @@ from demopt.runs.store import Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
 from demopt.validation import check_count, check_number
 from demopt.version import __version__
-from demopt.wire.message import Header
+from demopt.wire.message import NONFINITE, Header
 
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
@@ -324,8 +324,9 @@ class FolderExchange(VaryingExchange):
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # No message is put without the manifest before, and no long upload is made for a round that is over: whoever
-        # may be late looks first. So does whoever reads the wish to stop, because its message tells the others.
+        # No message is put without the manifest before. For `_STILL_THERE` seconds after it was read it is taken to be
+        # there: then the put goes beside the look. No long upload is made for a round that is over: whoever may be late
+        # looks first. So does whoever reads the wish to stop, because its message tells the others.
         age = began - attached.round_began
         is_in_time, was_just_there = age < SLACK * mine.seconds + self.late, age < _STILL_THERE
         puts_at_once = is_in_time and was_just_there and not (reads_wish and len(members) > 1)
@@ -359,7 +360,8 @@ class FolderExchange(VaryingExchange):
         was_there = inbox.undecided_at - put_at > _SEEN
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
-            row, result, error, manifest=manifest, envelope=mine, needed=put_at - attached.round_began,
+            row, result, error, manifest=manifest, envelope=mine, finite=not header.flags & NONFINITE,
+            needed=put_at - attached.round_began,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 

@@ -51,6 +51,7 @@ class FolderOutcome(Outcome):
 
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
+    finite: bool  # whether that has this worker's work, which is dropped otherwise
     needed: float  # seconds from the round before until the message was put
     waited: float  # seconds in all
     waited_for: tuple[str, ...]

@@ -60,7 +60,7 @@ class SavedWorker:
     worker: str
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
-    is_settled: bool  # the round's manifest was known, and the error has what it says; the weights waited
+    is_settled: bool  # the error accounts for this worker's message of the round, which the weights do not have
     read: list[int]  # numbers of sequences that no manifest has as read
 
     @staticmethod
@@ -113,10 +113,12 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._saved_at = math.inf  # the round of a state that may be older than this worker's last message; inf: none
+        self._saved_at = (
+            math.inf
+        )  # the round of a state that may be older than this worker's last message; only in `join`
         # The round whose own message the error accounts for, while the weights do not have the round yet: after a
         # CoveredError or DriftError, or from a state that holds that message.
-        self._own_round = -1
+        self._accounted_round = -1
 
     @property
     def _number(self) -> int:
@@ -201,7 +203,7 @@ class FolderRounds(Rounds):
         if restored is not None:
             run.worker = restored.worker
             self._saved_at = self._number
-            self._own_round = self._number if restored.is_settled or restored.message is not None else -1
+            self._accounted_round = self._number if restored.is_settled or restored.message is not None else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -238,7 +240,7 @@ class FolderRounds(Rounds):
 
     def _meet_own(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        is_later = manifest.round >= self._saved_at and manifest.round != self._own_round
+        is_later = manifest.round >= self._saved_at and manifest.round != self._accounted_round
         if is_later and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
@@ -247,7 +249,7 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
-        self.keeps_steps, self._saved_at, self._own_round = False, math.inf, -1
+        self.keeps_steps, self._saved_at, self._accounted_round = False, math.inf, -1
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -290,7 +292,8 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
-            self._own_round = self._number  # for a state that is saved before `catch_up`
+            if current is not None and (current.data or current.row is None):  # not if a state still holds what it sent
+                self._accounted_round = self._number  # for a state that is saved before `catch_up`
             drift = error if isinstance(error, DriftError) else None
         except ForkedError as error:
             replicator.rollback()
@@ -548,8 +551,9 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.data and current.message is not None:  # data: the error has its content
             message = envelope_of(current.attached, current.message)
-        facts = message, self._own_round == self._number, sorted(run.numbers_read)
-        return SavedWorker(run.record.identity, run.worker, before, *facts).entry()
+        accounted, read = self._accounted_round == self._number, sorted(run.numbers_read)
+        saved = SavedWorker(run.record.identity, run.worker, before, message, is_settled=accounted, read=read)
+        return saved.entry()
 
     def check_entry(self, entry: Any) -> None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -560,7 +564,7 @@ class FolderRounds(Rounds):
         """Takes the result of `entry`. The worker joins the run again."""
         self._restored = SavedWorker.of(entry)
         self.run.numbers_read = {*self._restored.read} if self._restored else set()
-        self._open, self._weights_of, self.run.joined = None, "", False
+        self._open, self._weights_of, self._accounted_round, self.run.joined = None, "", -1, False
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:

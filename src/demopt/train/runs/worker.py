@@ -19,7 +19,6 @@ from torch import nn
 from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
-from demopt.replicator.rounds import NOT_FINITE
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import FolderOutcome
@@ -296,9 +295,7 @@ class Worker:
         if last is None or last is self._last:
             return
         self._last, manifest = last, last.manifest
-        unsent = int(numbers_of(last.envelope.note).get("sequences", 0))
-        if manifest.refused.get(last.envelope.worker) == NOT_FINITE:  # its work is dropped
-            unsent = 0
+        unsent = int(numbers_of(last.envelope.note).get("sequences", 0)) if last.finite else 0
         self.run.unsent += unsent if last.row is None else 0
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
