@@ -113,9 +113,7 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._saved_at = (
-            math.inf
-        )  # the round of a state that may be older than this worker's last message; only in `join`
+        self._saved_at = math.inf  # in `join`: the round of a state that may be older than this worker's last message
         # The round whose own message the error accounts for, while the weights do not have the round yet: after a
         # CoveredError or DriftError, or from a state that holds that message.
         self._accounted_round = -1
