@@ -334,9 +334,8 @@ class Kernel:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
         r, c = (basis.size for basis in self._bases)
         received.check(received.chunks, self._length)
-        matrices = matrices_of(
-            [Chunking((received.chunks * r, c), (r, c), (received.chunks, 1))]
-        )  # one below the other
+        # the chunks, one below the other, are one matrix
+        matrices = matrices_of([Chunking((received.chunks * r, c), (r, c), (received.chunks, 1))])
         matrices[0].data = address("chunks", out_Crc, torch.float32, (received.chunks, r, c))
         check_apart([out_Crc], received.alive)
         job = _Apply(received, ctypes.addressof(matrices), 1, *self._inverse, 1.0, 0.0, True, by_sign)
