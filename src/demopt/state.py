@@ -153,8 +153,8 @@ def read_state(
             entry = entries.get(number, {})
             saved = SavedParameter.of(entry)
             known = {**saved.shared, **saved.own}
-            if not (entry.keys() & _FROM_LOCAL.keys() if local else entry):
-                # It was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone.
+            ours = entry.keys() & _FROM_LOCAL.keys() if local else entry
+            if not ours:  # it was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
             _check_counts(saved, known, number)

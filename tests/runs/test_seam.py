@@ -182,6 +182,16 @@ def test_worker_that_is_stepped_in_a_forked_process_is_told_and_does_not_hang(st
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+def test_worker_that_was_built_before_a_fork_trains_in_the_forked_process(tmp_path):
+    worker = Worker(tmp_path / "run", 0)
+    if (child := os.fork()) == 0:
+        try:
+            worker.round()
+        finally:
+            os._exit(worker.rounds)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
 def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(store):
     worker = Worker(store, 0).join()
     worker.run.note = {"loss": 1}

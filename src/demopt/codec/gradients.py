@@ -68,7 +68,13 @@ def _refuse(gradient: Tensor, which: str) -> None:
 
 
 def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
-    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter."""
+    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter.
+
+    Examples:
+        >>> check_gradients(["p"], [torch.zeros(2)], [torch.zeros(3)])
+        Traceback (most recent call last):
+        ValueError: the gradient of p has shape [3], where [2] is expected; gradients come in the order of parameters
+    """
     if len(given) != len(parameters):
         raise ValueError(f"got {len(given)} gradients for {len(parameters)} parameters; give None where there is none")
     for name, parameter, gradient in zip(names, parameters, given, strict=True):
@@ -109,7 +115,13 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError if a parameter that trains is not of real floats, ValueError if one is lazy, or listed twice."""
+    """Raises TypeError if a parameter that trains is not of real floats, ValueError if one is lazy, or listed twice.
+
+    Examples:
+        >>> check_parameters([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+        Traceback (most recent call last):
+        TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floats of 16 bits or more
+    """
     seen: set[int] = set()
     for parameter in parameters:
         if is_lazy(parameter):

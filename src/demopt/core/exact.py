@@ -36,7 +36,12 @@ def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
 
 
 def rounded(entries: Tensor) -> Tensor:
-    """Rounds to nearest, halves away from zero, even where float64 misses the half by a rounding error."""
+    """Rounds to nearest, halves away from zero, even where float64 misses the half by a rounding error.
+
+    Examples:
+        >>> rounded(torch.tensor([63.5 - 1e-12, -63.5 + 1e-12, 63.4], dtype=torch.float64))
+        tensor([ 64., -64.,  63.], dtype=torch.float64)
+    """
     return entries.sign() * (entries.abs() + 0.5 + _TIE).floor()
 
 

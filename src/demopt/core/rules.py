@@ -36,6 +36,12 @@ class Rule:
 
     Raises:
         ValueError, TypeError: a setting that is no number, or outside its limits: betas in [0, 1), eps >= 1e-30.
+
+    Examples:
+        >>> RULES["adamw"].state_names(), RULES["signum"].state_names()
+        (('exp_avg_sq', 'exp_avg_sq_weight'), ())
+        >>> str(Lion()), str(Lion(beta1=0.5))
+        ('lion', 'lion(beta1=0.5, beta2=0.99)')
     """
 
     name: ClassVar[str]
@@ -75,6 +81,10 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     The sign of zero is zero, as in the published code. Sums of integers do reach zero: with `sent_C` (bool [C], whether
     some rank sent a nonzero value for the chunk) such a tie counts as +1, so each sign fits in one bit. Chunks that are
     not sent stay zero. No zero of U may then be negative.
+
+    Examples:
+        >>> sign(torch.tensor([[[0.5, 0.0, -2.0]]])), sign(torch.tensor([[[0.5, 0.0, -2.0]]]), torch.tensor([True]))
+        (tensor([[[ 1.,  0., -1.]]]), tensor([[[ 1.,  1., -1.]]]))
     """
     if sent_C is None:
         return update_Crc.sign_()

@@ -147,7 +147,8 @@ class FolderExchange(VaryingExchange):
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
         self._later: list[Future[None]] = []
-        self._pool, self._process = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store"), os.getpid()
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
+        self._process = 0  # that has the pool's threads: the one that made the first requests
 
     @property
     def worker(self) -> str:
@@ -537,6 +538,7 @@ class FolderExchange(VaryingExchange):
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes requests side by side. RuntimeError in a forked process, which has none of the threads for them."""
+        self._process = self._process or os.getpid()
         if os.getpid() != self._process:
             raise RuntimeError("this process was forked from the worker's: build the optimizer in the one that trains")
         if len(calls) < 2:

@@ -28,6 +28,15 @@ class Keyed(Store):
     The name is part of the hash, so that an object cannot be moved to another round or to another worker. A stranger
     may take a name first. Such an object is none, and the run's own lies under a second name that only the key tells.
     The object `run` has no second name: there a wrong key is seen.
+
+    Examples:
+        >>> from demopt.runs.store import ObjectStore
+        >>> bare = ObjectStore()
+        >>> Keyed(bare, bytes(32)).put_if_absent("a", b"weights"), Keyed(bare, bytes(32)).get("a", most=9)
+        (True, b'weights')
+        >>> Keyed(bare, bytes([1] * 32)).get("a", most=9)
+        Traceback (most recent call last):
+        demopt.runs.key.ForeignError: a was not written with this run's key; give the run's own --key-file, or none
     """
 
     def __init__(self, inner: Store, key: bytes) -> None:

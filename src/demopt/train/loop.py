@@ -73,7 +73,14 @@ class Steps(Protocol):
 
 
 class BatchSizes:
-    """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed."""
+    """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed.
+
+    Examples:
+        >>> sizes = BatchSizes(TrainConfig(batch=4, global_batch=16))
+        >>> sizes.fit({"laptop": 5.0, "desktop": 20.0})
+        >>> sizes.of("desktop"), sizes.of("laptop")
+        (13, 3)
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

@@ -59,7 +59,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         "epoch": counts["epochs"] * read if read is not None and "epochs" in counts else None,
         "loss": _mean(senders, "loss"),
         "val_loss": _mean(senders, "val_loss"),
-        "val_step": (done - 1) // evaluated * evaluated if evaluated else None,  # a message has what came before it
+        "val_step": max(0, done - 1) // evaluated * evaluated if evaluated else None,  # before its last message
         "checkpoint": log.checkpoints(store)[-1],
         "log": "kept" if record.keep_log else "since the last but one checkpoint",
         "decided": last.at if last else None,

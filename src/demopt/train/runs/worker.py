@@ -253,7 +253,7 @@ class Worker:
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes a local step, and finishes a round if due or all is read. Returns whether `rows` may be reported."""
         run, row = self.run, rows[-1]
-        self.run.unsent += self._step_sequences
+        run.unsent += self._step_sequences
         run.leaving = run.asked_to_stop() or self.number == self.config.steps
         self.optimizer.local_step()
         self.sizes.measured(self._step_sequences, seconds)
@@ -296,7 +296,7 @@ class Worker:
             return
         self._last, manifest = last, last.manifest
         unsent = int(numbers_of(last.envelope.note).get("sequences", 0)) if last.finite else 0
-        self.run.unsent += unsent if last.row is None else 0
+        run.unsent += unsent if last.row is None else 0
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
