@@ -1,7 +1,7 @@
-"""LocalDeMo and DeMo under named settings are the published methods, each written here as its paper has it.
+"""LocalDeMo under named settings is each of the published methods, written here as its paper has it.
 
 A reader who knows one of these methods sees which settings of demopt are that method. W = 3 ranks, float64. And
-LocalDeMo under all its settings is the literal round of `oracles.local`.
+LocalDeMo under all its settings is the literal round of `oracles.local`. DeMo is in optim/test_oracle_property.py.
 """
 
 import copy
@@ -166,35 +166,6 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
 
     settings = {**codec, "transform": "dct", "reduction": "senders", "error_decay": 0.9, "outer_lr": lr}
     _assert_equal(ranks.threads(run, W)[0], inner, settings, every=1, shapes=shapes)
-
-
-V2_SHAPES = [(64, 64), (70, 130), (90,)]
-
-
-def _v2(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
-    parameters = problems.parameters(V2_SHAPES, dtype=torch.float64)
-    optimizer = DeMo(parameters, lr=0.01, weight_decay=0.1, process_group=exchange, **demopt.V2)
-    history = problems.train(optimizer, range(5), exchange.rank)
-    return history.parameters, history.momenta
-
-
-def test_demo_with_v2_is_version_2_of_the_paper() -> None:
-    """arXiv 2411.19870 v2, algorithm 1, literally, at the settings of `demopt.V2`: weights and momenta, 5 steps."""
-    literal = oracle.Oracle(
-        [{**demopt.V2, **demopt.V2["codec"].hyperparameters(), "lr": 0.01, "weight_decay": 0.1, "maximize": False,
-          "params": problems.parameters(V2_SHAPES, dtype=torch.float64)}],
-        W,
-    )  # fmt: skip
-    for step in range(5):
-        literal.step(problems.gradients_of_ranks(literal.parameters, step, W))
-    assert literal.gap > 1e-12  # no ties: every rank's choice of coefficients is decided
-    for rank, (parameters, momenta) in enumerate(ranks.threads(_v2, W)):
-        for number, want in enumerate(literal.parameters):
-            settled = ~literal.undecided[number]
-            assert settled.float().mean() > 0.9
-            torch.testing.assert_close(parameters[number][settled], want[settled], rtol=0, atol=1e-10)
-            momentum = oracle.dense(momenta[number], want, literal.groups[0])
-            torch.testing.assert_close(momentum, literal.momenta[rank][number], rtol=0, atol=1e-10)
 
 
 # The literal round

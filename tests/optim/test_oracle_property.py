@@ -6,13 +6,13 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from torch import Tensor
 
 import oracle
 import problems
 import ranks
-from demopt import AdamW, DeMo, Lion, Nesterov
+from demopt import V2, AdamW, DeMo, Lion, Nesterov
 from demopt.core.rules import RULES
 from demopt.exchange import Exchange
 from oracles import reference
@@ -70,16 +70,10 @@ def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, 
 
 
 def _allowed(group: dict[str, Any]) -> bool:
-    """Muon is for matrices."""
-    return _few_chunks(group) and (group["update"] != "muon" or all(len(shape) == 2 for shape in group["shapes"]))
-
-
-def _few_chunks(group: dict[str, Any]) -> bool:
-    chunks = 0
-    for shape in group["shapes"]:
-        r, c = reference.chunk_shape(shape, group)
-        chunks += math.ceil(math.prod(shape) / (r * c))
-    return chunks <= MOST_CHUNKS
+    """Few chunks; Muon is for matrices."""
+    sides = [reference.chunk_shape(shape, group) for shape in group["shapes"]]
+    chunks = [math.ceil(math.prod(shape) / (r * c)) for shape, (r, c) in zip(group["shapes"], sides, strict=True)]
+    return sum(chunks) <= MOST_CHUNKS and (group["update"] != "muon" or all(len(each) == 2 for each in group["shapes"]))
 
 
 def _build(drawn: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -108,10 +102,14 @@ def _trained(
 
 STEPS = st.integers(1, 3)
 ALL_VALUES = ["float64", "float32", "2-bit", "sign"]
+#: arXiv 2411.19870, version 2.
+PUBLISHED = {name: value for name, value in V2.items() if name != "codec"} | V2["codec"].hyperparameters()
+PUBLISHED |= {"lr": 0.01, "weight_decay": 0.1, "maximize": False, "shapes": [(64, 64), (70, 130), (90,)]}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @given(drawn=st.lists(groups(ALL_VALUES, list(RULES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
+@example(drawn=[PUBLISHED], steps=5)
 @settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     """Ties are left out."""
@@ -135,7 +133,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 @given(
-    groups(["float32"], ["sgd"]).filter(_few_chunks),
+    groups(["float32"], ["sgd"]).filter(_allowed),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from([2, 3, 1, 4]),
     st.integers(1, 3),
