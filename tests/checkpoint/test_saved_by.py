@@ -127,7 +127,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str, fro
     weights, group = new.fingerprint(), copy.deepcopy(new.param_groups[0]["lr"])
     inner = () if kind == "DeMo" else ("exp_avg", "exp_avg_sq", "step")
     of_another_rule = "exp_avg_sq" if kind == "DeMo" else "outer_exp_avg_sq"
-    for name in state["state"][number].keys() - {"saved_by", "global", "local", *inner} | {of_another_rule}:
+    for name in state["state"][number].keys() - {"saved_by", "local", *inner} | {of_another_rule}:
         good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
         for value in ("text", None, 10**400, *wrong):

@@ -250,13 +250,13 @@ def test_bfloat16_parameters_have_float32_global_weights_and_error() -> None:
     assert torch.equal(entry["global"].to(torch.bfloat16), parameters[0].detach())
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(delay: int) -> None:
+@pytest.mark.parametrize(("kind", "more"), [("DeMo", {}), ("LocalDeMo", {}), ("LocalDeMo", {"delay": 1})], ids=str)
+def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind: str, more: dict[str, Any]) -> None:
     """test_local_counting.py freezes and unfreezes some on two ranks."""
     quantized = Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     parameters = [*problems.parameters(problems.FEW), quantized]
     parameters[0].requires_grad_(False)
-    optimizer = LocalDeMo(problems.ADAMW(parameters), delay=delay, sync_every=3, top_k=24, chunk=16)
+    optimizer = problems.optimizer_of(kind, parameters, **more)
     frozen, lengths = parameters[0].detach().clone(), []
     for step in range(11):  # unfreezes it with a round in flight
         parameters[0].requires_grad_(step >= 4)
@@ -266,6 +266,10 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(delay: int) -> N
         assert (parameters[0] in optimizer.state) == (step >= 4)
         assert step > 3 or torch.equal(parameters[0], frozen)
     assert quantized not in optimizer.state
+    late, always = (optimizer.state[parameter] for parameter in parameters[:2])
+    assert late.keys() == always.keys()
+    rounds = "step" if kind == "DeMo" else "round"
+    assert late[rounds] == always[rounds]
     assert lengths[0] == lengths[3] < lengths[4] == lengths[10]
     assert not torch.equal(parameters[0], frozen)
 
