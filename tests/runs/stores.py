@@ -68,15 +68,15 @@ class Wrapped(Through):
 
 
 class Cache(Through):
-    """A cache that gives a share of objects as the whole, or nothing, the first times that each is read."""
+    """A cache that gives a share of objects as the whole, or nothing, the first two times that each is read."""
 
-    def __init__(self, inner: Store, ending: str, share: float, times: int = 1) -> None:
+    def __init__(self, inner: Store, ending: str, share: float) -> None:
         super().__init__(inner)
-        self.ending, self.share, self.times, self.known = ending, share, times, Counter[str]()
+        self.ending, self.share, self.known = ending, share, Counter[str]()
 
     def get(self, name: str, most: int) -> bytes | None:
         found = super().get(name, most)
-        if found is None or not name.endswith(self.ending) or self.known[name] == self.times:
+        if found is None or not name.endswith(self.ending) or self.known[name] == 2:
             return found
         self.known[name] += 1
         return found[: int(self.share * len(found))] or None

@@ -9,7 +9,7 @@ import pytest
 from small_s3 import error, small_s3
 from stores import Wrapped
 
-from demopt.errors import ExchangeError, MessageError
+from demopt.errors import ExchangeError
 from demopt.runs import disk
 from demopt.runs.disk import Disk
 from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
@@ -168,18 +168,6 @@ def test_wish_to_stop_is_heard_while_the_store_is_away():
     with pytest.raises(ExchangeError, match="stopped while the store did not answer: away"):
         patient.put_if_absent("a", b"x")
     assert len(said) == 1
-
-
-def test_damaged_object_is_read_again_and_absent_one_awaited_when_it_is_known_to_be_there():
-    lagging = ObjectStore()
-    lagging.get = Mock(side_effect=[None, b"{", b'{"whole": 1}'])
-
-    def parse(data):
-        if not data.endswith(b"}"):
-            raise MessageError("half of it")
-        return data
-
-    assert Patient(lagging, patience=60.0, say=pytest.fail).read("a", 99, parse) == b'{"whole": 1}'
 
 
 def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):

@@ -23,13 +23,15 @@ from demopt.runs import exchange, inbox, log
 from demopt.runs.disk import Disk
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
-from demopt.runs.store import ObjectStore, Patient, open_store
+from demopt.runs.reading import Reading, Reads
+from demopt.runs.store import ObjectStore, open_store
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
-MESSAGE = log.Envelope(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, "00" * 16, 1.5, b"body")
+MESSAGE = log.Envelope(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, "00" * 16, 1.5, b"body", Reads(1, 2, 9))
 SENDER = log.Sender("w-1", "00" * 16, 5, {"loss": 2.5})
-MANIFEST = log.Manifest(RUN, 3, "w-1", [SENDER], {}, {"w-1": 0}, {"w-1": 1.5}, "00" * 16)
+READING = Reading(9, 4, {"w-1": [(0, 2)]}, [(2, 3)])
+MANIFEST = log.Manifest(RUN, 3, "w-1", [SENDER], {}, {"w-1": 0}, {"w-1": 1.5}, "00" * 16, reading=READING)
 RECORD = log.Record(RUN, "0.3.0", {"sync_every": "2"}, [["a", "b"]], [{"parameters": [[[4], "float32"]]}], 20, False)
 
 
@@ -43,6 +45,7 @@ def test_name_that_a_stranger_took_holds_the_runs_own_object_all_the_same(name, 
     one, other = Keyed(store, KEY), Keyed(store, KEY)
     assert one.put_if_absent(name, b"own")
     assert not other.put_if_absent(name, b"later")
+    Keyed(store, bytes(32)).put_if_absent(name, b"of another key")  # under a second name
     folder, _, leaf = name.rpartition("/")
     newcomer = Keyed(store, KEY)
     for each in (one, other, newcomer):
@@ -62,14 +65,6 @@ def test_folder_pipe_or_link_in_the_place_of_a_manifest_is_none(make, tmp_path):
     assert log.propose(other, dataclasses.replace(MANIFEST, author="w-2")) is None
     assert log.read_manifest(other, RUN, 3) == MANIFEST
     assert log.look(other, 3).has_manifest
-
-
-def test_second_name_of_another_key_is_no_object(store):
-    Keyed(store, KEY).put_if_absent("rounds/3/a.message", b"x")
-    stranger = Keyed(store, bytes(32))
-    stranger.put_if_absent("rounds/3/a.message", b"taken")  # under a second name of its own
-    assert Keyed(store, KEY).list("rounds/3") == {"a.message"}
-    assert Keyed(store, KEY).get("rounds/3/a.message", 99) == b"x"
 
 
 def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(store):
@@ -191,7 +186,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 READERS = {
-    "message": (MESSAGE, lambda data: log.read_message("m", data, RUN, 3, "w-1")),
+    "message": (MESSAGE, lambda data: log.read_message("message", data, RUN, 3, "w-1")),
     "manifest": (MANIFEST, lambda data: log._manifest(data, RUN, 3)),
     "run": (RECORD, lambda data: log._record("here", data)),
 }
@@ -252,7 +247,14 @@ IMPOSSIBLE = {
         {"at": ESCAPE}, {"senders": 1}, {"senders": [{"worker": 1}]}, {"senders": [{**SENT, "worker": ESCAPE}]},
         *({"senders": [{**SENT, "samples": samples}]} for samples in (0, 2**32, True)),
         {"senders": [SENT] * 2}, {"members": {"a": "b"}}, {"members": {"a": -1}}, {"round": 3.0},
+        {"reading": []}, {"reading": {}}, *({"reading": {**written(READING), **change}} for change in (
+            {"unread": "4"}, {"unread": True}, {"total": 3}, {"held": 5}, {"held": {"a": 5}},
+            {"held": {"a": [[2, 2]]}}, {"held": {"a": [[0.0, 2]]}},
+            {"held": {"a": [[0, 5]]}, "returned": []},  # of a number that nobody has had
+            {"returned": [[1, 3]]},  # one number twice
+        )),
     ],
+    "message": [{"reads": reads} for reads in ([1, 2], [-1, 2, 3], [0, 0, 1 << 63], "many")],
     "run": [
         {"checkpoint_every": 0}, {"checkpoint_every": True}, {"facts": {"a": 1}}, {"facts": {"a": ESCAPE}},
         {"version": ESCAPE}, {"run": "../x"},
@@ -263,6 +265,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("kind", "change"), [(kind, change) for kind in IMPOSSIBLE for change in IMPOSSIBLE[kind]])
 def test_object_with_impossible_entries_is_damaged(kind, change):
     value, read = READERS[kind]
+    assert read(json.dumps(written(value)).encode())
     with pytest.raises(MessageError, match=f"{kind} is damaged") as told_by:
         read(json.dumps({**written(value), **change}).encode())
     assert str(told_by.value).isprintable()
@@ -273,17 +276,6 @@ def test_number_that_is_not_finite_is_no_note(note):
     raw = json.dumps(written(MESSAGE)).replace("2.5", note).encode() + b"\n"
     with pytest.raises(MessageError, match="no JSON"):
         log.read_message("m", raw, RUN, 3, "w-1")
-
-
-# Reads that lag
-
-
-@pytest.mark.parametrize("sealed", [lambda store: store, lambda store: Keyed(store, KEY)], ids=["bare", "keyed"])
-def test_manifest_of_which_a_cache_has_half_is_read_again(sealed):
-    whole = ObjectStore()
-    log.propose(sealed(whole), MANIFEST)
-    cache = stores.Cache(whole, "manifest", share=0.5, times=3)
-    assert log.read_manifest(sealed(Patient(cache, 60.0, pytest.fail)), RUN, 3) == MANIFEST
 
 
 # Key files
@@ -334,19 +326,28 @@ def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there(
 
 
 def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(store):
-    """Objects of all kinds, for all rounds to come: the weights are those of the run, for joiners and replay, too."""
+    """Objects of all kinds, for all rounds to come, of nonsense or copied from the run.
+
+    The weights are those of the run, for joiners and replay, too.
+    """
     first = Worker(store, 0, key=KEY, keep_log=True, checkpoint_every=1)
     first.round()
-    record, garbage = first.run.record, bytes(100)
-    store.put_if_absent("stop", record.identity.encode() + b" 0 0")
+    with pytest.raises(MessageError, match=r"run is damaged.*has a key, give it"):
+        Worker(store, 1).join()
+    message, manifest = (store.get(f"rounds/00000000/{name}", 1 << 20) for name in ("w0.message", "manifest"))
+    store.put_if_absent("stop", first.run.record.identity.encode() + b" 0 0")
     for number in range(1, 9):
-        for name in ("manifest", "w0.message", "ghost.message", "ghost.hello"):
-            store.put_if_absent(f"{log.folder_of(number)}/{name}", garbage)
-        store.put_if_absent(f"checkpoints/{number:08d}", garbage)
-        store.put_if_absent(f"moments/{number:08d}", garbage)
+        for name, copied in (("manifest", manifest), ("w0.message", message), ("ghost.message", message)):
+            store.put_if_absent(f"{log.folder_of(number)}/{name}", copied if number % 2 else bytes(100))
+        for name in (f"{log.folder_of(number)}/ghost.hello", f"checkpoints/{number:08d}", f"moments/{number:08d}"):
+            store.put_if_absent(name, bytes(100))
     first.round(5)
+    assert "was not written with this run's key" in first.run.decided.refused["ghost"]
     second = Worker(store, 1, key=KEY).join()
     assert (first.rounds, second.rounds, second.digest) == (6, 6, first.digest)
+    first.round()
+    second.round()
+    assert (second.rounds, second.digest) == (7, first.digest)
     assert replayed(store, key=KEY)[-1] == first.digest
     assert not first.run.stopping
     assert [text for text in first.said if "stop" in text] == [

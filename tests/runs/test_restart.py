@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import stores
 import torch
 import torch.distributed.checkpoint as dcp
-from stores import Through
-from workers import Counter, Worker, joined, replayed, times_applied, together
+from workers import Counter, Worker, at_first, joined, replayed, times_applied, together
 
 from demopt import LocalDeMo
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
@@ -26,7 +26,7 @@ from demopt.train.runs.status import status_of
 pytestmark = pytest.mark.usefixtures("still")
 
 
-class Silent(Through):
+class Silent(stores.Through):
     """A store in which no manifest can be put while `away`."""
 
     away = False
@@ -105,21 +105,10 @@ def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once
     with patch.object(LocalDeMo, "join"):
         again = Counter(bare, 1, 0, state)
     again.taken = dies.taken
-    rounds, reads = again.optimizer._rounds, again.run.results_of
-    follow, seen, tried = rounds.next_manifest, list[int](), list[int]()
-
-    def undecided_at_first() -> Any:
-        seen.append(1)
-        return follow() if len(seen) > 1 else None
-
-    def covered_at_first(*given: Any) -> Any:
-        tried.append(1)
-        if len(tried) == 1:
-            raise CoveredError("covered")
-        return reads(*given)
-
-    rounds.next_manifest, again.run.results_of = undecided_at_first, covered_at_first  # type: ignore[method-assign]
-    again.optimizer.join()
+    rounds, run, covered = again.optimizer._rounds, again.run, Mock(side_effect=CoveredError("covered"))
+    undecided_at_first = patch.object(rounds, "next_manifest", at_first(lambda: None, rounds.next_manifest))
+    with undecided_at_first, patch.object(run, "results_of", at_first(covered, run.results_of)):
+        again.optimizer.join()
     again.step()
     again.step()
     _, counts = times_applied(bare, [other, again])
@@ -133,15 +122,11 @@ def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any
     second.step()  # half of a round
     state = copy.deepcopy(second.optimizer.own_state_dict())
     first.round()
-    again = Worker(store, 2)
-    again.optimizer.load_state_dict(state)
-    again.join()
+    again = Worker(store, 2, state=state).join()
     assert not again.said
     assert (again.optimizer.local_steps, again.rounds, again.digest) == (1, first.rounds, first.digest)
-    moved = [(one - other).abs().max() for one, other in zip(
-        again.optimizer._weights.global_of.values(), again.model.parameters(), strict=True
-    )]  # fmt: skip
-    assert all(moved), "the unsent step stays local"
+    weights = zip(again.optimizer._weights.global_of.values(), again.model.parameters(), strict=True)
+    assert not any(torch.equal(one, other) for one, other in weights), "the unsent step stays local"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
@@ -193,10 +178,8 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None
     first.round()
     state = first.optimizer.own_state_dict()
     assert isinstance(state["folder"]["before"], str)
-    again = Worker(store, 1)
-    again.optimizer.load_state_dict({**state, "folder": {**state["folder"], "before": "00" * 16}})
-    with torch.no_grad():
-        next(iter(again.optimizer._weights.global_of.values())).add_(1.0)  # as on the other branch
+    again = Worker(store, 1, state={**state, "folder": {**state["folder"], "before": "00" * 16}})
+    again.optimizer.replicator.parameters[0].data.add_(1.0)  # as on the other branch
     again.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 1 is another one in" in again.said[0]
@@ -219,9 +202,7 @@ def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(s
     first.run.late = 0.0
     state = second.optimizer.own_state_dict()
     first.round(5)
-    again = Worker(store, 1)
-    again.optimizer.load_state_dict(state)
-    again.join()
+    again = Worker(store, 1, state=state).join()
     assert again.digest == first.digest
     assert not any("does not know" in text for text in again.said), again.said
     assert all(entry["error"].any() for entry in again.optimizer.state.values())
@@ -276,10 +257,10 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
 
 
 def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store: Any) -> None:
-    first, again = Worker(store, 0), Worker(store, 1)
+    first = Worker(store, 0)
     first.round()
     first.step()
-    again.optimizer.load_state_dict(first.optimizer.own_state_dict())
+    again = Worker(store, 1, state=first.optimizer.own_state_dict())
     with pytest.raises(RuntimeError, match="observe with a new optimizer"):
         again.optimizer.observe()
     torch.nn.init.ones_(again.model[0].weight)
@@ -306,29 +287,25 @@ def test_state_of_a_worker_that_could_not_take_the_weights_of_a_run_is_not_of_it
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_join_that_an_outage_ended_may_come_again(store: Any, resumes: bool) -> None:
-    first, again = Worker(store, 0), Worker(store, 1)
+    first = Worker(store, 0)
     first.round(2)
-    if resumes:
-        again.optimizer.load_state_dict(first.optimizer.own_state_dict())
-    hello, again.run.hello = again.run.hello, Mock(side_effect=ExchangeError("away"))
-    with pytest.raises(ExchangeError, match="away"):
+    again = Worker(store, 1, state=first.optimizer.own_state_dict() if resumes else None)
+    away = patch.object(again.run, "hello", side_effect=ExchangeError("away"))
+    with away, pytest.raises(ExchangeError, match="away"):
         again.join()
-    again.run.hello = hello
     assert (again.join().rounds, again.digest) == (2, first.digest)
 
 
 def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on() -> None:
     store, newest = ObjectStore(), "rounds/00000003/manifest"
-    first, joiner, older, again = (Worker(store, seed, checkpoint_every=2) for seed in range(4))
+    first, joiner, again = (Worker(store, seed, checkpoint_every=2) for seed in range(3))
     first.round(4)
-    store.delete([newest])
-    store.put_if_absent(newest, b"garbage")
+    stores.put(store, newest, b"garbage")
     with pytest.raises(ExchangeError, match="delete it and the checkpoints after it: then its round is decided again"):
         joiner.join()
     assert not joiner.said
     store.delete([newest, STATES[1]])
-    older.optimizer.load_state_dict(first.optimizer.own_state_dict())
     with pytest.raises(DemoptError, match=r"not so far: it is an older copy; .*delete state\.pt"):
-        older.join()
+        Worker(store, 3, state=first.optimizer.own_state_dict()).join()
     again.round()
-    assert [sender.worker for sender in again.run.decided.senders] == ["w0", "w3"]
+    assert [sender.worker for sender in again.run.decided.senders] == ["w0", "w2"]

@@ -1,11 +1,13 @@
 """Where LocalDeMo meets a folder: nothing is sent that the others refuse, and no thread reads what another changes."""
 
+import contextlib
 import json
 import math
 import os
 import signal
 import threading
 import time
+from unittest.mock import patch
 
 import obstore
 import pytest
@@ -139,35 +141,31 @@ def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(s
     assert first.run.row == 0
 
 
-def test_second_worker_of_one_name_sends_under_another(store):
+@contextlib.contextmanager
+def interrupted(worker):
+    """In the block a worker sends its message, and is interrupted before it knows the manifest."""
+    with pytest.raises(KeyboardInterrupt), patch.object(worker.run, "_manifest_of", side_effect=KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_second_worker_of_one_name_sends_under_another_and_counts_once_after_an_error_too(store, fails):
     """As from a cloned machine: both messages are in the round."""
     first, second = joined(store)
     second.run.worker = first.run.worker
     first.run.late = 60.0  # for the hello that the second has put under its old name
     with waiting(first.round, store):
-        second.round()
-    assert [sender.worker for sender in second.run.decided.senders] == ["w0", second.run.worker]
-    assert second.run.worker.startswith("w0-")
-    assert f"{log.message_name(0, 'w0')} is another worker's, or an earlier message of this one" in second.said[0]
-    assert second.said[0].endswith(f"which is {second.run.worker} from now on")
-    assert (first.run.row, second.run.row, first.digest) == (0, 1, second.digest)
-
-
-def test_message_under_a_second_name_counts_once_after_an_error(store):
-    first, second = joined(store)
-    second.run.worker, first.run.late, second.run.late = first.run.worker, 60.0, 60.0
-    decide, second.run._manifest_of = second.run._manifest_of, interrupted
-    with waiting(first.round, store):
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted(second) if fails else contextlib.nullcontext():
             second.round()
         while not first.run.received_bytes:  # it has not read that message
             time.sleep(0.005)
-        first.run.late = second.run.late = 0.0
-    second.run._manifest_of = decide
+        first.run.late = 0.0
     second.optimizer.flush()
     assert second.run.worker.startswith("w0-")
+    assert f"{log.message_name(0, 'w0')} is another worker's, or an earlier message of this one" in second.said[0]
+    assert second.said[0].endswith(f"which is {second.run.worker} from now on")
     assert [sender.worker for sender in first.run.decided.senders] == ["w0", second.run.worker]
-    assert (second.run.last.row, second.digest) == (1, first.digest)
+    assert (first.run.row, second.run.last.row, first.digest) == (0, 1, second.digest)
 
 
 def test_worker_that_is_stepped_in_a_forked_process_is_told_and_does_not_hang(store):
@@ -195,17 +193,12 @@ def test_worker_that_was_built_before_a_fork_trains_in_the_forked_process(tmp_pa
 def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(store):
     worker = Worker(store, 0).join()
     worker.run.note = {"loss": 1}
-    decide, worker.run._manifest_of = worker.run._manifest_of, interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(worker):
         worker.round()
-    worker.run.note["loss"], worker.run._manifest_of = 2, decide
+    worker.run.note["loss"] = 2
     worker.optimizer.flush()
     (sender,) = worker.run.decided.senders
     assert (sender.worker, sender.note, worker.run.last.row) == ("w0", {"loss": 1}, 0)
-
-
-def interrupted(*_):
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("wins", [0, 1])
@@ -247,11 +240,17 @@ def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
             target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
 
 
-@pytest.mark.parametrize("share", [0.5, 0.0])
-def test_message_that_a_cache_gives_half_or_not_at_all_is_read_again(store, share):
-    first, second = joined(store)
+@pytest.mark.parametrize(
+    ("ending", "share", "key"),
+    [
+        *((".message", 0.5, None), (".message", 0.0, None), ("/manifest", 0.5, None)),
+        *((".message", 0.0, bytes(32)), ("/manifest", 0.5, bytes(32))),
+    ],
+)
+def test_object_that_a_cache_gives_half_or_not_at_all_is_read_again(store, ending, share, key):
+    first, second = joined(store, key=key)
     first.round(2)
     second.round(2)
-    cache = Cache(store, ".message", share)
-    assert replayed(cache) == replayed(store)
+    cache = Cache(store, ending, share)
+    assert replayed(cache, key=key) == replayed(store, key=key)
     assert cache.known

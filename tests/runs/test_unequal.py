@@ -3,16 +3,14 @@
 import heapq
 import itertools
 import threading
-import time
 
 import hypothesis
 from hypothesis import strategies as st
-from stores import Crash, Through, Wrapped, time_by
+from stores import Crash, Through, time_by
 from test_protocol import Faulty, Worker, weights_after
-from workers import Worker as Trained
 
 from demopt.runs import log
-from demopt.runs.store import ObjectStore, Store
+from demopt.runs.store import Store
 
 
 class Clock:
@@ -97,6 +95,7 @@ def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float
         for worker in workers:
             assert worker.done.wait(120)
             assert worker.error is None, worker.error
+            assert worker.made > 4, "a step does not return"
             assert worker.tokens.applied == weights_after(log.digest_of(worker.run.decided), bare.ever)
     identity, rounds = log.read_record(bare).identity, max(worker.rounds for worker in workers)
     manifests = [log.read_manifest(bare, identity, number) for number in range(rounds)]
@@ -127,38 +126,3 @@ def test_every_worker_that_lives_is_in_a_round_again_and_again(
         absent = [after - before - 1 for before, after in itertools.pairwise([-1, *present, len(rounds)])]
         assert max(absent) <= 16 + 4 * slowest / fastest
         assert max(absent[3:]) <= 8, absent  # its pace is known from its third message on
-
-
-def test_worker_whose_upload_takes_ten_rounds_of_the_other_is_in_rounds_and_its_steps_return() -> None:
-    """In real time: a step of the other takes 20 ms, and it waits for 20 ms."""
-    bare, pause = ObjectStore(), 0.02
-
-    def slowly(call: str) -> None:
-        if call == "put_if_absent" and slow.run.joined and slow.run.round_began < time.monotonic():
-            time.sleep(10 * pause)
-
-    fast, slow = Trained(bare, 0, late=pause, keep_log=True), Trained(Wrapped(bare, slowly), 1, late=pause)
-    fast.run.say = slow.run.say = lambda _: None
-    listed, enough, errors = {"w0": 0, "w1": 0}, 5, list[BaseException]()
-
-    def train(worker: Trained) -> None:
-        try:
-            while min(listed.values()) < enough:
-                time.sleep(pause)
-                worker.round()
-                listed[worker.run.worker] += worker.run.row is not None
-            worker.run.leaving = True
-            worker.optimizer.finish_round()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=train, args=(worker,), daemon=True) for worker in (fast, slow)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a step does not return"
-    assert not errors
-    for worker in (fast, slow):
-        worker.optimizer.resync()
-    assert fast.digest == slow.digest

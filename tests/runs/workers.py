@@ -25,7 +25,9 @@ EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, 
 class Worker:
     """A worker with a small model and gradients of its own."""
 
-    def __init__(self, store: Any, seed: int, late: float = 0.0, group: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, store: Any, seed: int, late: float = 0.0, group: Any = None, state: Any = None, **settings: Any
+    ) -> None:
         torch.manual_seed(settings.pop("weights", seed))
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 3))
         options = {name: settings.pop(name) for name in ("keep_log", "checkpoint_every", "key") if name in settings}
@@ -35,6 +37,8 @@ class Worker:
         inner = settings.pop("inner", lambda parameters: torch.optim.SGD(parameters, lr=0.1))(self.model.parameters())
         self.optimizer = LocalDeMo(inner, process_group=self.run, **{**SETTINGS, **settings})
         self.draw = torch.Generator().manual_seed(seed)
+        if state:
+            self.optimizer.load_state_dict(state)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -92,6 +96,12 @@ def waiting(train: Callable[[], None], store: Any, number: int = 0) -> Iterator[
 def joined(store: Any, **settings: Any) -> tuple[Worker, Worker]:
     """Two workers of a run, before its first round."""
     return Worker(store, 0, **settings).join(), Worker(store, 1, **settings).join()
+
+
+def at_first(other: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that is `other` the first time, and `call` from then on."""
+    first = iter([other])
+    return lambda *given: next(first, call)(*given)
 
 
 def replayed(store: Any, **how: Any) -> list[str]:
