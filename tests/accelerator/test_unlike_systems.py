@@ -115,6 +115,7 @@ def _on_toy(rank: int, world_size: int, address: str) -> str:
     model.to("toy", torch.bfloat16).tie_weights()  # which torch unties on its way to a device of this kind
     optimizer = make_optimizer(config, model, run)
     assert isinstance(optimizer, demopt.LocalDeMo)
+    assert {each.device.type for each in optimizer._weights.global_of.values()} == {"cpu"}
     optimizer.join()
     while not run.stopping:
         step += 1

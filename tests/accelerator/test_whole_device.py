@@ -18,8 +18,6 @@ from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.exchange import Exchange, SingleRank
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
-from demopt.train.config import config_of, resolve
-from demopt.train.method import make_optimizer
 from laboratory import gpu
 
 
@@ -173,16 +171,3 @@ def test_nothing_but_copies_runs_on_the_device(on_toy: Any, case: str, dtype: to
     assert steps[1]["to device"] > 0
     assert alone[1]["launches"] > 0
     assert races == set()
-
-
-def _trained_by_command(rank: int, world_size: int) -> list[str]:
-    config = resolve(config_of({"optimizer": "local"}))
-    found = []
-    for device in ("toy", "cpu"):
-        optimizer: Any = make_optimizer(config, nn.Linear(4, 4).to(device), SingleRank())
-        found += sorted({entry["global"].device.type for entry in optimizer.state_dict()["state"].values()})
-    return found
-
-
-def test_demopt_train_keeps_the_state_of_an_unknown_accelerator_on_the_host(on_toy: Any) -> None:
-    assert on_toy(_trained_by_command, 1) == [["cpu", "cpu"]]

@@ -24,15 +24,10 @@ from demopt.kernels.step import Kernel, received_signs, received_strongest
 pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed without a C compiler")
 
 
-def _freed(tensor: Tensor) -> Tensor:
+def _without_memory(tensor: Tensor, part: int = 1) -> Tensor:
+    """The second half of its memory is freed, or all."""
     left = tensor.clone()
-    left.untyped_storage().resize_(0)
-    return left
-
-
-def _shrunk(tensor: Tensor) -> Tensor:
-    left = tensor.clone()
-    left.untyped_storage().resize_(left.untyped_storage().nbytes() // 2)
+    left.untyped_storage().resize_(left.untyped_storage().nbytes() * part // 2)
     return left
 
 
@@ -66,8 +61,8 @@ MUTATIONS: dict[str, Callable[[Tensor], Any]] = {
     "negative view": _negative_view,
     "elsewhere": lambda each: each.to("meta"),
     "sparse": lambda each: each.to_sparse(),
-    "freed": _freed,
-    "shrunk": _shrunk,
+    "freed": lambda each: _without_memory(each, 0),
+    "shrunk": _without_memory,
     "far": lambda each: each + 1_000_000,
     "list": lambda each: each.tolist(),
     "none": lambda each: None,  # noqa: ARG005

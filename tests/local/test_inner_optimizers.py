@@ -17,7 +17,7 @@ from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
 
-# Closures
+# Closures (promises/test_step_inputs.py has those of ordinary optimizers)
 
 
 class Sam(torch.optim.SGD):
@@ -68,21 +68,6 @@ def test_sam_gets_the_closure_in_its_step() -> None:
     optimizer.step(lambda: 0.0)
     with pytest.warns(UserWarning, match="Sam holds a SGD, whose state is not in its own: it is not saved"):
         optimizer.state_dict()
-
-
-def test_closure_of_an_ordinary_optimizer_is_called_once_and_gives_the_bits_of_a_step_without() -> None:
-    optimizer = problems.local(inner=problems.ADAMW, sync_every=2)
-    calls: list[bool] = []
-    for step in range(4):
-
-        def closure(step: int = step) -> float:
-            calls.append(torch.is_grad_enabled())
-            problems.set_gradients(problems.all_parameters(optimizer), step)
-            return float(step)
-
-        assert optimizer.step(closure) == float(step)
-    assert calls == [True] * 4
-    assert optimizer.fingerprint() == train(problems.local(inner=problems.ADAMW, sync_every=2), range(4))[-1]
 
 
 # Second copies of the weights

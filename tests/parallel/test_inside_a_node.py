@@ -43,17 +43,11 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     (out - problems.draw((2, 6, 16), rank, step, 1)).square().mean().backward()
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters; of a replicated one, this rank's copy."""
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        parameters[name] = whole.detach().clone()
-    return parameters
+def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[int, str, list[Tensor]]:
+    """One element of a copy changes on rank 3 after the third step; fingerprints are compared every second round.
 
-
-def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[int, str, dict[str, Tensor]]:
-    """One element of a copy changes on rank 3 after the third step; fingerprints are compared every second round."""
+    Returns the step and the text of the error, and the whole parameters; of a replicated one, this rank's copy.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     model = sequence_parallel(mesh["inside"]) if where == "tensor parallel" else block()
     group = mesh["replicate"] if where == "tensor parallel" else mesh
@@ -74,7 +68,7 @@ def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[in
     for step in range(4):
         backward(model, rank, step)
         optimizer.step()
-    return at, said, full(model)
+    return at, said, [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("where", ["tensor parallel", "two levels"])
@@ -87,19 +81,11 @@ def test_drift_inside_a_node_is_named_there_and_resync_ends_it(kind: str, where:
     for _, said, _ in results[:2]:
         assert "rank 1 differ from those of rank 0" in said
     for _, _, after in results:
-        assert problems.same(list(after.values()), list(results[0][2].values()))
-
-
-class _Mesh:
-    """Of 2 x 2 ranks, seen from the third."""
-
-    def size(self, dimension: int) -> int:
-        return (2, 2)[dimension]
-
-    def get_local_rank(self, dimension: int) -> int:
-        return (1, 0)[dimension]
+        assert problems.same(after, results[0][2])
 
 
 def test_shard_of_counts_cuts_of_fsdp2_over_tensor_parallelism() -> None:
+    """On the third of 2 x 2 ranks."""
+    mesh = SimpleNamespace(size=(2, 2).__getitem__, get_local_rank=(1, 0).__getitem__)
     placements = (_StridedShard(0, split_factor=2), Shard(0))  # is_shard() is False for the first
-    assert shard_of(SimpleNamespace(device_mesh=_Mesh(), placements=placements)) == (2, 4)  # type: ignore[arg-type]
+    assert shard_of(SimpleNamespace(device_mesh=mesh, placements=placements)) == (2, 4)  # type: ignore[arg-type]

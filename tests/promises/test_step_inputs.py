@@ -9,36 +9,33 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
 import ranks
 from demopt import DeMo
-from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Collective
 from demopt.wire.message import HEADER_BYTES
 
 
-def test_closure_runs_once_before_exchange_and_returns_loss() -> None:
-    recorder, sent_before = problems.Recorder(), list[int]()
-    weight = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
-    optimizer = DeMo([weight], lr=0.5, top_k=4096, process_group=recorder, codec=Codec(values="float32"))
-    weight.grad = torch.tensor([-1.0, -1.0])
+@pytest.mark.parametrize(("kind", "rounds"), [("DeMo", [0, 1, 2, 3]), ("LocalDeMo", [0, 0, 1, 1])])
+def test_closure_runs_once_before_a_round_and_its_gradients_and_loss_are_those_of_the_step(
+    kind: str, rounds: list[int]
+) -> None:
+    optimizer, plain = (problems.optimizer_of(kind, problems.parameters(problems.FEW)) for _ in range(2))
+    parameters, seen = problems.all_parameters(optimizer), list[int]()
 
-    def closure() -> Tensor:
-        sent_before.append(len(recorder.lengths))
+    def closure() -> float:
+        seen.append(int(optimizer.replicator.round_number))
         assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
+        problems.set_gradients(parameters, len(seen))
+        return 0.5
 
-    loss = optimizer.step(closure)
-    assert sent_before == [0], "the closure ran once, before any exchange"
-    assert recorder.lengths
-    assert float(loss.detach()) == 13.0
-    assert weight.tolist() == [2.5, -1.5], "the closure's gradient is the one used"
+    for step in range(1, 5):
+        problems.set_gradients(parameters, -1)
+        assert optimizer.step(closure) == 0.5
+        assert problems.fingerprints(plain, [step]) == [optimizer.fingerprint()]
+    assert seen == rounds
     assert optimizer.step() is None
 
 
