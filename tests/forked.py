@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from unittest import mock
 from laboratory import seaweed
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
+LIMIT = 600  # seconds for anything that a test waits for: only what hangs takes so long
 CONTEXT = multiprocessing.get_context("forkserver")
 # What is not installed is left out.
 CONTEXT.set_forkserver_preload(
@@ -67,6 +69,15 @@ def torchrun(
         return subprocess.CompletedProcess([str(script), *arguments], code, read(out), read(err))
 
 
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str] | None" = None) -> None:
+    """Polls until `condition()` is true; fails when it takes too long or the process ends before."""
+    limit = time.monotonic() + LIMIT
+    while not condition():
+        assert process is None or process.poll() is None, f"the process ended early: {process.communicate()}"
+        assert time.monotonic() < limit, "waited too long"
+        time.sleep(0.005)
+
+
 def free_port() -> int:
     """A port of this machine that nothing listens at."""
     return seaweed.ports(1)[0]
@@ -87,8 +98,8 @@ def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
             PartialState._reset_state()
 
 
-def demopt(*words: object) -> "subprocess.CompletedProcess[str]":
-    """The command `demopt WORDS` in this process, to its end; its workers are forked."""
+def demopt(*words: object, codes: tuple[int, ...] = (0,)) -> "subprocess.CompletedProcess[str]":
+    """The command `demopt WORDS` in this process, to its end, with one of these codes; its workers are forked."""
     from demopt import cli
 
     code: Any = 0
@@ -97,8 +108,10 @@ def demopt(*words: object) -> "subprocess.CompletedProcess[str]":
         try:
             cli.main()
         except SystemExit as end:
-            code = end.code
-        return subprocess.CompletedProcess(arguments, code, read(out), read(err))
+            code = end.code or 0
+        done = subprocess.CompletedProcess(arguments, code, read(out), read(err))
+    assert code in codes, done.stderr
+    return done
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""An S3 server in memory whose answers a test may replace: put (If-None-Match), get, head, list and delete."""
+"""An S3 server in memory whose answers a test may replace: put (If-None-Match), get, head and list."""
 
 import email.utils
 import hashlib
@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import pytest
+
+from laboratory import seaweed
 
 Answer = tuple[int, str]  # status and body; or a status below 0: that answer after the request was done
 
@@ -52,11 +53,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return 412, error("PreconditionFailed").encode()
             objects[key] = body
             return 200, b""
-        if "delete" in query:
-            for each in ElementTree.fromstring(body).iter():
-                if each.tag.endswith("Key"):
-                    objects.pop(each.text or "", None)
-            return 200, b"<DeleteResult></DeleteResult>"
         if "list-type" in query:
             (prefix,) = query.get("prefix", [""])
             rows = "".join(
@@ -68,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
         return (200, objects[key]) if key in objects else (404, error("NoSuchKey").encode())
 
-    do_GET = do_PUT = do_POST = do_HEAD = _handle  # noqa: N815
+    do_GET = do_PUT = do_HEAD = _handle  # noqa: N815
 
 
 @contextmanager
@@ -80,10 +76,7 @@ def small_s3(
     server.daemon_threads = True
     server.objects, server.rule, server.lock = {}, rule, threading.Lock()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-    }.items():  # fmt: skip
+    for name, value in seaweed.environment("127.0.0.1", server.server_address[1]).items():
         monkeypatch.setenv(name, value)
     yield server.objects
     server.shutdown()

@@ -51,20 +51,18 @@ class Through(Store):
 
 
 class Wrapped(Through):
-    """Calls `before` with the name of each call, in front of it, and `after` behind it; `calls` has all names."""
+    """Calls `before` with the name of each call, in front of it; `calls` has all names."""
 
-    def __init__(self, inner: Store, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
+    def __init__(self, inner: Store, before: Callable[[str], object] = str) -> None:
         super().__init__(inner)
         self.calls = list[str]()
         for call in ("get", "put_if_absent", "list", "delete"):
-            setattr(self, call, partial(self._do, call, before, after or (lambda _: None)))
+            setattr(self, call, partial(self._do, call, before))
 
-    def _do(self, call: str, before: Callable[[str], None], after: Callable[[str], None], *given: Any) -> Any:
+    def _do(self, call: str, before: Callable[[str], object], *given: Any) -> Any:
         self.calls.append(call)
         before(call)
-        result = getattr(self.inner, call)(*given)
-        after(call)
-        return result
+        return getattr(self.inner, call)(*given)
 
 
 class Cache(Through):

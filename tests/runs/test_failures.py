@@ -11,6 +11,7 @@ from stores import Wrapped
 
 from demopt.errors import ExchangeError
 from demopt.runs import disk
+from demopt.runs import store as store_module
 from demopt.runs.disk import Disk
 from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
 from demopt.runs.store import ObjectStore, Patient, open_store
@@ -134,6 +135,16 @@ def failing(failure, times=10**9, call="put_if_absent"):
     return Wrapped(ObjectStore(), fail)
 
 
+def test_patient_repeats_then_gives_up_and_early_if_there_never_was_an_answer(monkeypatch):
+    busy, said = StoreError("503 Slow Down"), []
+    assert Patient(failing(busy, times=4), patience=60.0, say=said.append).put_if_absent("a", b"x")
+    with pytest.raises(ExchangeError, match=r"did not answer for .* 503 Slow Down"):
+        Patient(failing(busy), patience=0.01, say=said.append).put_if_absent("a", b"x")
+    monkeypatch.setattr(store_module, "_FIRST_PATIENCE", 0.0)
+    with pytest.raises(ExchangeError, match="503 Slow Down"):  # the address may be wrong
+        Patient(failing(busy), patience=1e9, say=said.append).put_if_absent("a", b"x")
+
+
 def test_wrong_setting_ends_at_once_although_reads_succeed():
     patient = Patient(failing(StoreError("denied", at_first=True)), patience=1e9, say=pytest.fail)
     assert patient.get("run", 9) is None  # what is absent can be seen to be absent
@@ -155,7 +166,6 @@ def test_deletion_that_is_denied_is_not_waited_for_even_after_one_that_succeeded
     """What cannot be deleted may stay."""
     patient = Patient(ObjectStore(), patience=1e9, say=pytest.fail)
     patient.delete(["a"])
-
     patient.inner = failing(StoreError("denied", at_first=True), call="delete")
     with pytest.raises(ExchangeError, match="denied"):
         patient.delete(["b"])

@@ -21,7 +21,6 @@ from workers import Worker, joined, replayed, together, waiting
 from demopt.errors import DemoptError, ExchangeError, MessageError
 from demopt.runs import exchange, inbox, log
 from demopt.runs.disk import Disk
-from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import ObjectStore, open_store
@@ -396,33 +395,23 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
 # A member that leaves out another
 
 
-class Blind(FolderExchange):
-    """A worker whose manifests list its own message alone."""
-
-    def _propose(self, manifest):
-        own = [sender for sender in manifest.senders if sender.worker == self.worker]
-        return super()._propose(dataclasses.replace(manifest, senders=own))
-
-
-class Second(FolderExchange):
-    """A worker whose manifests are put after another's: it may see Blind's message before Blind's manifest."""
-
-    may_decide = threading.Event()
-
-    def _propose(self, manifest):
-        self.may_decide.wait()
-        return super()._propose(manifest)
-
-
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
     monkeypatch.setattr(exchange, "_SEEN", 0.0)
-    store = stores.Wrapped(ObjectStore(), lambda _: None)
-    kinds = enumerate((Blind, Second))
-    blind, victim = (Worker(store, number, group=kind(store, late=60.0), sync_every=1) for number, kind in kinds)
-    blind.join()
-    victim.run.late = 1e9
+    store, may_decide = stores.Wrapped(ObjectStore()), threading.Event()
+    blind, victim = Worker(store, 0, late=60.0, sync_every=1).join(), Worker(store, 1, late=1e9, sync_every=1)
+    propose, decide = blind.run._propose, victim.run._propose
+
+    def itself_alone(manifest):
+        own = [sender for sender in manifest.senders if sender.worker == "w0"]
+        return propose(dataclasses.replace(manifest, senders=own))
+
+    def afterwards(manifest):  # it may see the other's message before the other's manifest
+        may_decide.wait()
+        return decide(manifest)
+
+    blind.run._propose, victim.run._propose = itself_alone, afterwards
     for turn in range(2):
-        victim.run.may_decide.clear()
+        may_decide.clear()
         with waiting(victim.step, store, victim.rounds):
             known = len(store.calls)
             while len(store.calls) < known + 3:  # the victim looks again, and sees no manifest
@@ -431,7 +420,7 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
             blind.step()
             if turn:  # left out for the second time, it sends its work again at once, and decides that round itself
                 victim.run.late = 0.0
-            victim.run.may_decide.set()
+            may_decide.set()
     assert [text for text in victim.said if "lacks this worker's message, which was there before" in text]
     assert victim.run.left_out == 0
     assert [sender.worker for sender in victim.run.decided.senders] == ["w1"]
@@ -446,21 +435,18 @@ def test_message_that_came_after_the_manifest_was_not_overlooked(monkeypatch):
     assert (victim.run.row, victim.run.last.overlooked) == (None, False)
 
 
-class Unheard(FolderExchange):
-    """A worker before whose messages a member puts a manifest without senders, in 50 rounds."""
-
-    def exchange_round(self, wiring, header, message, attached):
-        assert header.round_number < 50
-        chain = log.digest_of(attached.decided)
-        self._propose(log.Manifest(self.record.identity, header.round_number, "liar", [], {}, {}, {}, chain))
-        return super().exchange_round(wiring, header, message, attached)
-
-
 def test_wish_to_stop_is_obeyed_by_a_worker_that_a_member_leaves_out_of_every_round():
-    store = ObjectStore()
-    worker = Worker(store, 0, group=Unheard(store, late=0.0, patience=0.0))
-    worker.join()
-    log.put_stop(store, 0, worker.run.record.identity)
+    worker = Worker(store := ObjectStore(), 0).join()
+    identity, exchange_round = worker.run.record.identity, worker.run.exchange_round
+
+    def unheard(*given):
+        assert worker.rounds < 50
+        chain = log.digest_of(worker.run.decided)
+        log.propose(store, log.Manifest(identity, worker.rounds, "liar", [], {}, {}, {}, chain))
+        return exchange_round(*given)
+
+    worker.run.exchange_round = unheard
+    log.put_stop(store, 0, identity)
     while not worker.run.stopping:
         worker.round()
 

@@ -11,14 +11,14 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_protocol import ACTIONS, MOST, InTurns, schedule
+from test_protocol import ACTIONS, MOST, InTurns, actions_of, schedule
 from workers import Worker
 
 import demopt
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.reading import Reading, count, sequence_at
+from demopt.runs.reading import Reading, count
 from demopt.runs.store import ObjectStore, Store
 
 TOTAL = 24
@@ -31,22 +31,6 @@ class Reader(InTurns):
         self.run.total, self.run.wanted = TOTAL, 1 + (self.number + self.rounds) % 4
         if len(self.tokens.pending) + 3 <= MOST:
             self.tokens.pending += [number + 1 for number in self.run.take(3)]
-
-
-def _play(actions: list[tuple[str, int, int]]) -> tuple[Counter[int], set[int]]:
-    """Plays a schedule to its end; how often each number was applied, and those that a lost worker had held."""
-    with schedule(Reader) as (bare, workers, carry_out):
-        for action, who, turns in actions:
-            carry_out(action, who, turns)
-        for turn in range(4000):
-            if not any(worker.alive for worker in workers):  # stopped, or all have left: another one goes on
-                carry_out("join", 0, 1)
-            for worker in workers:
-                worker.turn("late" if turn < 60 or turn % 40 < 20 else "go")  # nobody waits for the dead for ever
-            if done := [worker.tokens.applied for worker in workers if worker.run.all_read]:
-                break
-        assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
-        return Counter(token - 1 for token in done[0]), lost(bare)
 
 
 def lost(bare: Store) -> set[int]:
@@ -65,13 +49,21 @@ def lost(bare: Store) -> set[int]:
 @hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=50))
 @hypothesis.settings(max_examples=max(60, hypothesis.settings.default.max_examples // 2))
 @hypothesis.example(  # a message of fewer than half of the members, whose worker then dies
-    [
-        *(("go", 0, 1), ("join", 0, 1), ("die", 0, 1), ("go", 0, 4), ("join", 0, 1)),
-        *(("go", 1, 1), ("join", 0, 1), ("go", 0, 1), ("go", 0, 1), ("go", 1, 1)),
-    ]
+    actions_of("go 0 1, join 0 1, die 0 1, go 0 4, join 0 1, go 1 1, join 0 1, go 0 1, go 0 1, go 1 1")
 )
 def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: list[Any]) -> None:
-    read, gone = _play(actions)
+    with schedule(Reader) as (bare, workers, carry_out):
+        for action, who, turns in actions:
+            carry_out(action, who, turns)
+        for turn in range(4000):
+            if not any(worker.alive for worker in workers):  # stopped, or all have left: another one goes on
+                carry_out("join", 0, 1)
+            for worker in workers:
+                worker.turn("late" if turn < 60 or turn % 40 < 20 else "go")  # nobody waits for the dead for ever
+            if done := [worker.tokens.applied for worker in workers if worker.run.all_read]:
+                break
+        assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
+        read, gone = Counter(token - 1 for token in done[0]), lost(bare)
     assert {*read} == {*range(TOTAL)}, "a number was never read"
     assert {number for number, times in read.items() if times > 1} <= gone, "a number was read twice"
 
@@ -146,9 +138,3 @@ def test_spans_stay_few_over_a_long_run() -> None:
         reading = reading.after({name: schedule.randint(0, 20) for name in reading.held}, wanted)
     assert sum(map(len, reading.held.values())) + len(reading.returned) < 100
     assert count(reading.returned) < 1000
-
-
-def test_each_epoch_has_every_sequence_in_an_order_of_its_own() -> None:
-    epochs = [[sequence_at(number, 50, 7) for number in range(50 * e, 50 * e + 50)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3

@@ -27,8 +27,8 @@ from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.store import Store, open_store
 from demopt.train.runs import worker
+from forked import LIMIT, wait_for
 
-LIMIT = 600  # seconds for anything one of these tests waits for: only what hangs takes so long
 FLAGS = """
 --preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 100000 --eval-sequences 6 --threads 1
 --checkpoint-every 4 --keep-log --late 1
@@ -120,7 +120,7 @@ class Machines:
         self.started[-1].start()
         if at is not None:
             store = self.store
-            self.wait(lambda: log.look(store, at).hellos)
+            wait_for(lambda: log.look(store, at).hellos)
         return self.started[-1]
 
     def train(self, out: str, *more: object, steps: int = 60, **how: Any) -> Any:
@@ -150,6 +150,13 @@ class Machines:
         (self.allowed / GONE).touch()
         process.kill()
 
+    def leave(self, process: Any, out: str, until: int) -> None:
+        """Ends a worker by SIGTERM, after its round, for which rounds may begin until this one."""
+        os.kill(process.pid, signal.SIGTERM)
+        wait_for(lambda: "stopping after one more round" in self.said(out))
+        self.allow(until)
+        assert self.code(process) == 143, self.said(out)
+
     @property
     def store(self) -> Store:
         store = open_store(self.run)
@@ -158,14 +165,8 @@ class Machines:
     def manifest(self, number: int) -> log.Manifest:
         """Waits for a round's manifest."""
         store = self.store
-        self.wait(lambda: log.look(store, number).has_manifest)
+        wait_for(lambda: log.look(store, number).has_manifest)
         return log.read_manifest(store, log.read_record(store).identity, number)
-
-    def wait(self, condition) -> None:
-        limit = time.monotonic() + LIMIT
-        while not condition():
-            assert time.monotonic() < limit, "waited too long"
-            time.sleep(0.01)
 
     def ended(self, process: Any, out: str) -> str:
         assert self.code(process) == 0, self.said(out)
@@ -207,10 +208,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machi
     assert "others: demopt join" in machines.said("first")
     assert "others:" not in machines.said("second")
     machines.reach(6)
-    os.kill(first.pid, signal.SIGTERM)  # leaves; the run goes on elsewhere
-    machines.wait(lambda: "stopping after one more round" in machines.said("first"))
-    machines.allow(99)
-    assert machines.code(first) == 143, machines.said("first")
+    machines.leave(first, "first", until=99)  # the run goes on elsewhere
     assert "this machine left after step" in machines.said("first")
     again = machines.join("first")  # with the state that it left with
     digest = machines.ended(third, "third")
@@ -269,10 +267,7 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.kill(second)
     third = machines.join("third", at=6)
     machines.reach(9)
-    os.kill(first.pid, signal.SIGTERM)
-    machines.wait(lambda: "stopping after one more round" in machines.said("first"))
-    machines.allow(11)  # it may have asked for round 10 already
-    assert machines.code(first) == 143, machines.said("first")
+    machines.leave(first, "first", until=11)  # it may have asked for round 10 already
     machines.manifest(10)
     told = machines.told("status")
     assert re.search(r"epoch 0\.\d\d of 1  ", told), told

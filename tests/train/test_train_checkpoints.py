@@ -88,7 +88,6 @@ def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, 
     each = 2 * 32 * (2 if case == "adamw" else 1)  # of a worker in a step, which AdamW takes in two passes
     assert (before.settings["workers"], before.tokens) == (2, before.step * 2 * each)
     done = train_runs.resume(out, "--workers", workers)
-    assert done.returncode == 0, done.stderr
     assert f"workers: 2 until now, {workers} from here; a step takes" in done.stdout
     assert "UserWarning" not in done.stderr
     rows = metrics(out)
@@ -134,8 +133,7 @@ def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(t
     newest = checkpoint.newest(out / "checkpoints")
     damaged = newest / "__1_0.distcp"
     damaged.write_bytes(change(damaged.read_bytes()))
-    refused = train_runs.resume(out)
-    assert refused.returncode == 2
+    refused = train_runs.resume(out, codes=(2,))
     assert f"--resume: {newest} cannot be read: " in refused.stderr
     assert "Traceback" not in refused.stderr
     shutil.rmtree(newest)

@@ -13,6 +13,7 @@ import train_runs
 from hypothesis import strategies as st
 from train_runs import metrics
 
+import forked
 from demopt.exchange import SingleRank
 from demopt.train.checkpoint import CheckpointRecord
 from demopt.train.config import TrainConfig, resolve
@@ -82,16 +83,14 @@ def test_run_of_an_epoch_goes_on_with_more_workers_where_it_stopped(tmp_path, te
     flags = ["--preset", "tiny", "--layers", 1, "--sequence", 32, "--batch", 3, "--warmup", 3, "--threads", 1]
     flags += ["--workers", 2, "--epochs", 1, "--optimizer", optimizer, "--save-every", 5, "--out", tmp_path / "run"]
     flags += ["--eval-sequences", 6, "--data", data, *(["--sync-every", 3] if optimizer == "local" else [])]
-    done = train_runs.forked.demopt("train", *flags)
-    assert done.returncode == 0, done.stderr
+    done = forked.demopt("train", *flags)
     number = 3325 // 32  # without the twentieth for validation
     assert f"1 epoch of {number} sequences" in done.stdout
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [*range(1, math.ceil(number / 6) + 1)]
     assert (rows[-1]["tokens"], rows[-1]["epoch"], "val_loss" in rows[-1]) == (number * 32, 1.0, True)
     again = train_runs.as_killed(tmp_path / "run", tmp_path / "again", last=18)
-    done = train_runs.resume(again, "--workers", 3)
-    assert done.returncode == 0, done.stderr
+    train_runs.resume(again, "--workers", 3)
     rows = metrics(again)
     assert rows[14]["tokens"] == 15 * 6 * 32
     assert [row["tokens"] // 32 for row in rows[15:]] == [99, number]

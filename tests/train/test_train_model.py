@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from train_runs import STEPS, as_killed, metrics, once, resume_as
+from train_runs import STEPS, as_killed, metrics, once, resume, resume_as
 
 import forked
 from demopt.train import data
@@ -177,7 +177,7 @@ def test_run_goes_on_only_from_the_same_base_weights(tuned, base, tmp_path):
     digest = json.loads((tuned("lora") / "config.json").read_text())["model_digest"]
     begin(resolve(TrainConfig(model=str(base), model_digest=digest)))
     other = tuned("all") / "model"
-    told = forked.demopt("train", "--resume", "--out", tuned("lora"), "--model", other).stderr
+    told = resume(tuned("lora"), "--model", other, codes=(2,)).stderr
     assert f"--model {other}: these are not the weights that the run began with" in told
 
 

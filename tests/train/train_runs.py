@@ -7,12 +7,11 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import forked
+from forked import LIMIT, wait_for
 
-LIMIT = 600  # seconds for anything one of these tests waits for: only what hangs takes so long
 COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
 STEPS = 12
 # What every test run shares, so that runs with the same flags are the same run.
@@ -28,7 +27,9 @@ def arguments(out, text, *more):
 
 def run(out, text, *more, **how):
     """Run to the end, in processes of its own."""
-    return subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT, **how)
+    done = subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT, **how)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def here(out, text, *more):
@@ -36,9 +37,9 @@ def here(out, text, *more):
     return forked.demopt("train", *arguments(out, text, *more)[len(COMMAND) :])
 
 
-def resume(out, *more):
+def resume(out, *more, **how):
     """The same for `--resume`."""
-    return forked.demopt("train", "--resume", "--out", out, *more)
+    return forked.demopt("train", "--resume", "--out", out, *more, **how)
 
 
 def once(tmp_path_factory, name, make):
@@ -51,9 +52,7 @@ def once(tmp_path_factory, name, make):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             made.write_bytes(pickle.dumps(make(out)))
-    result = pickle.loads(made.read_bytes())
-    assert result.returncode == 0, result.stderr
-    return out, result
+    return out, pickle.loads(made.read_bytes())
 
 
 def as_killed(finished, out, last=STEPS):
@@ -118,9 +117,7 @@ def metrics(out):
 
 def resume_as(reference, out):
     """Resume to the end: the run is then the reference, bit for bit."""
-    done = resume(out)
-    assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
+    assert "going on after step" in resume(out).stdout
     assert_same(out, reference)
 
 
@@ -135,17 +132,6 @@ def timeless(rows):
     """Rows without what differs from run to run: the clock, and the handshake that each start sends once."""
     clock = ("_seconds", "sent_bytes", "received_bytes")
     return [{name: value for name, value in row.items() if not name.endswith(clock)} for row in rows]
-
-
-def wait_for(condition, process=None):
-    """Poll until `condition()` is true; fail when it takes too long or the process ends before."""
-    limit = time.monotonic() + LIMIT
-    while not condition():
-        if process is not None and process.poll() is not None:
-            raise AssertionError(f"the process ended early: {process.communicate()}")
-        if time.monotonic() > limit:
-            raise AssertionError("waited too long")
-        time.sleep(0.002)
 
 
 def steps_done(out):
