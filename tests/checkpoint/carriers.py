@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,7 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
-from problems import fingerprints as advance
 
-__all__ = ["advance"]
 SHAPES = [(32, 16), (17, 19), (20,)]
 OWNERS = "LocalDeMo with owners"  # which keep errors of their own
 KINDS = ["DeMo", "LocalDeMo", OWNERS]
@@ -36,17 +33,9 @@ def shown(optimizer: Any) -> Any:
     return optimizer.shared() if isinstance(optimizer, LocalDeMo) else contextlib.nullcontext()
 
 
-def loaded(old: Any, kind: str, load: Callable[[Any], None]) -> Any:
-    """A fresh optimizer over copies of the parameters (of LocalDeMo: of the global ones), into which `load` loads."""
-    with shown(old):
-        new = build(kind, parameters=problems.twins(old))
-    load(new)
-    return new
-
-
 def end(optimizer: Any, rank: int) -> tuple[list[Tensor], int]:
     """Parameters and fingerprint after four more steps."""
-    advance(optimizer, range(5, 9), rank)
+    problems.fingerprints(optimizer, range(5, 9), rank)
     return problems.values(optimizer), optimizer.fingerprint()
 
 

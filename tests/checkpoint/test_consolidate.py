@@ -19,14 +19,16 @@ from demopt.state import separated
 def _by_file(rank: int, world_size: int, kind: str) -> tuple[Any, Any]:
     """A run that goes on, and one that was loaded from the file of one rank."""
     optimizer = carriers.build(kind)
-    carriers.advance(optimizer, range(5), rank)  # of LocalDeMo: two steps after a round
+    problems.fingerprints(optimizer, range(5), rank)  # of LocalDeMo: two steps after a round
     carriers.consolidate(optimizer, to=1)
     states: list[Any] = [None] * world_size
     dist.all_gather_object(states, carriers.saved(optimizer))
     state = problems.by_file(states[1])
     names = {name for rank_ in separated(state) for name in state["ranks"][rank_]["state"][0]}
     assert not names & set(state["state"][0]), "what is shared is there once"
-    new = carriers.loaded(optimizer, kind, lambda fresh: fresh.load_state_dict(state))
+    with carriers.shown(optimizer):
+        new = carriers.build(kind, parameters=problems.twins(optimizer))
+    new.load_state_dict(state)
     assert not separated(carriers.saved(new))
     assert bool(separated(carriers.saved(optimizer))) == (rank == 1)
     return carriers.end(optimizer, rank), carriers.end(new, rank)
@@ -44,7 +46,7 @@ def _forgets(exchange: Any) -> list[bool]:
     optimizer, found = carriers.build("DeMo", process_group=exchange), []
     for change in (
         lambda: None,
-        lambda: carriers.advance(optimizer, range(1), exchange.rank),
+        lambda: problems.fingerprints(optimizer, range(1), exchange.rank),
         lambda: optimizer.load_state_dict(optimizer.state_dict()),
         lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]}),
     ):
@@ -63,7 +65,7 @@ def test_consolidation_waits_for_a_round_in_flight() -> None:
 
     def consolidated(exchange: Any) -> tuple[int, dict[str, Any]]:
         optimizer = carriers.build("LocalDeMo", process_group=exchange, delay=1)
-        carriers.advance(optimizer, range(4), exchange.rank)
+        problems.fingerprints(optimizer, range(4), exchange.rank)
         assert optimizer.replicator.in_flight
         carriers.consolidate(optimizer)
         state = carriers.saved(optimizer)
@@ -77,7 +79,7 @@ def test_consolidation_waits_for_a_round_in_flight() -> None:
 
 def _in_nodes(rank: int, world_size: int) -> list[int]:
     optimizer = carriers.build("DeMo", process_group=init_device_mesh("cpu", (2, 2)))
-    carriers.advance(optimizer, range(2), rank)
+    problems.fingerprints(optimizer, range(2), rank)
     carriers.consolidate(optimizer, to=1)
     return list(separated(optimizer.state_dict()))
 
@@ -88,7 +90,7 @@ def test_consolidated_state_is_on_the_first_process_of_a_node() -> None:
 
 def _consolidated(exchange: Any, kind: str) -> Any:
     optimizer = carriers.build(kind, process_group=exchange)
-    carriers.advance(optimizer, range(5), exchange.rank)
+    problems.fingerprints(optimizer, range(5), exchange.rank)
     mine = carriers.saved(optimizer)
     carriers.consolidate(optimizer)
     return mine, carriers.saved(optimizer)
@@ -141,12 +143,12 @@ def _cost(exchange: Any, kind: str, sync_every: int) -> tuple[int, list[int]]:
     """The bytes of a step, and those of a consolidation and, after it, of a step."""
     more = {} if kind == "DeMo" else {"sync_every": sync_every}
     optimizer = carriers.build(kind, process_group=exchange, **more)
-    carriers.advance(optimizer, range(sync_every), exchange.rank)
+    problems.fingerprints(optimizer, range(sync_every), exchange.rank)
     step = optimizer.stats.received_bytes
     for _ in range(2):  # it warns once
         optimizer.consolidate_state_dict(to=1)
     found = [optimizer.stats.consolidated_bytes]
-    carriers.advance(optimizer, range(1), exchange.rank)
+    problems.fingerprints(optimizer, range(1), exchange.rank)
     return step, [*found, optimizer.stats.consolidated_bytes]
 
 

@@ -27,9 +27,9 @@ def _build(kind: str, **more: Any) -> tuple[Any, OptimizerState]:
 def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False) -> Any:
     """Saves two steps after a round; returns the state, and how the optimizer goes on while `async_save` writes."""
     optimizer, state = _build(kind)
-    carriers.advance(optimizer, range(5), rank)
+    problems.fingerprints(optimizer, range(5), rank)
     before = copy.deepcopy(carriers.saved(optimizer))
-    with optimizer.shared() if kind != "DeMo" else torch.no_grad():
+    with carriers.shown(optimizer):
         model = {str(n): p.detach().clone() for n, p in enumerate(problems.all_parameters(optimizer))}
         whole = {"model": model, "one": {"optimizer": state.state_dict()}}
         if late:
