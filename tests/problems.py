@@ -35,9 +35,10 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 @dataclass(frozen=True)
 class History:
-    """A rank's fingerprints after each step, and its parameters and momenta at the end."""
+    """A rank's fingerprints after each step; one of its rules' state, too, its parameters and momenta at the end."""
 
     fingerprints: list[int]
+    state: int
     parameters: list[Tensor]
     momenta: list[Tensor]
 
@@ -176,9 +177,9 @@ def train(
     rank: int = 0,
     before_step: Callable[[int], None] = lambda _: None,
 ) -> History:
-    """As `fingerprints`; also what parameters and momenta are at the end."""
+    """As `fingerprints`; also what the rest is at the end."""
     marks = fingerprints(optimizer, steps, rank, before_step)
-    return History(marks, values(optimizer), momenta(optimizer))
+    return History(marks, optimizer.fingerprint(state=True), values(optimizer), momenta(optimizer))
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
@@ -246,10 +247,11 @@ def unchanged(optimizer: DeMo | LocalDeMo, recorder: Recorder | None = None) -> 
 
 
 def assert_replicas(histories: Sequence[History]) -> None:
-    """All ranks had the same fingerprint after every step, and hold the same parameters."""
+    """All ranks had the same fingerprint after every step, and hold the same parameters and state of rules."""
     assert histories[0].fingerprints
     for rank, history in enumerate(histories):
         assert history.fingerprints == histories[0].fingerprints, f"rank {rank} drifted"
+        assert history.state == histories[0].state, f"the rules' state of rank {rank} has drifted"
         assert same(history.parameters, histories[0].parameters), f"rank {rank} drifted"
 
 

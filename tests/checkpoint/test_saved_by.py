@@ -127,9 +127,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str, fro
     new.load_state_dict(damaged)
     if "owner_error" in damaged["state"][number]:
         damaged["state"][number]["owner_start"] = torch.tensor(5)
-        with pytest.raises(
-            ValueError, match=r"parameter 2 has an owner's error of .* chunk 5 on, .* 5 chunks of 4"
-        ):
+        with pytest.raises(ValueError, match=r"parameter 2 has an owner's error of .* chunk 5 on, .* 5 chunks of 4"):
             new.load_state_dict(damaged)
     for odd_state in ([], None, {"state": [1]}, {"state": {0: 1}}, {"param_groups": [1]}):
         with pytest.raises(TypeError, match="no optimizer's state"):

@@ -33,17 +33,6 @@ def make(update: str, exchange: Exchange, eps: float = 1e-3, **more: Any) -> DeM
     return problems.demo(exchange, shapes_for(update), update=rule, **{"weight_decay": 0.1, **more})
 
 
-def _trained(exchange: Exchange, update: str, more: dict[str, Any]) -> tuple[problems.History, int]:
-    """Also a fingerprint with the rules' state."""
-    optimizer = make(update, exchange, **more)
-    return problems.train(optimizer, range(STEPS), exchange.rank), optimizer.fingerprint(state=True)
-
-
-def _assert_replicas(found: list[tuple[problems.History, int]]) -> None:
-    problems.assert_replicas([history for history, _ in found])
-    assert len({mark for _, mark in found}) == 1, "the rules' state has drifted"
-
-
 # Oracles
 
 
@@ -52,14 +41,16 @@ def _assert_replicas(found: list[tuple[problems.History, int]]) -> None:
 def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, values: str, exact: bool | None) -> None:
     """8-bit bases and 11-bit operands: the update of float32 parameters to about a hundredth of its size."""
     more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum_decay": 0.5}
-    found = ranks.threads(_trained, 3, update, more)
-    _assert_replicas(found)
+    found = ranks.threads(
+        lambda exchange: problems.train(make(update, exchange, **more), range(STEPS), exchange.rank), 3
+    )
+    problems.assert_replicas(found)
     group = make(update, SingleRank(), **more).param_groups
     truth = oracle.Oracle(group, 3, zero=0.02)
     starts = [parameter.detach() for parameter in problems.parameters(shapes_for(update))]
     for step in range(STEPS):
         truth.step([[g.double() for g in of_rank] for of_rank in problems.gradients_of_ranks(starts, step, 3)])
-    rest = zip(found[0][0].parameters, truth.parameters, truth.undecided, starts, strict=True)
+    rest = zip(found[0].parameters, truth.parameters, truth.undecided, starts, strict=True)
     for got, expected, undecided, start in rest:
         moved, wanted = (got - start)[~undecided].double(), (expected - start)[~undecided].double()
         assert float((moved - wanted).norm()) <= (0.05 if exact is None else 1e-3) * float(wanted.norm()) + 1e-5
@@ -94,7 +85,7 @@ def test_update_rule_and_rounding_ignore_block_size(
 def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -> None:
     """As with initial weights: a checkpoint that only one rank has loaded."""
 
-    def apart(exchange: Exchange) -> tuple[problems.History, int]:
+    def apart(exchange: Exchange) -> problems.History:
         optimizer = make(update, exchange)
         for first in (0, 2):
             for entry in optimizer.state.values():
@@ -104,10 +95,10 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -
                 optimizer.resync(0)
             history = problems.train(optimizer, range(first, first + 2), exchange.rank)
             histories.append(history)
-        return history, optimizer.fingerprint(state=True)
+        return history
 
     histories: list[problems.History] = []
-    _assert_replicas(ranks.threads(apart, 2))
+    problems.assert_replicas(ranks.threads(apart, 2))
     assert len({tuple(history.fingerprints) for history in histories}) == 2, "of all ranks, before the resync and after"
 
 

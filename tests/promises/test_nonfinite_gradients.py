@@ -135,7 +135,8 @@ def _scaled(
         fingerprints.append(optimizer.fingerprint())
         skipped.append(optimizer.stats.skipped)
         scales.append(scaler.get_scale())
-    return problems.History(fingerprints, problems.values(optimizer), problems.momenta(optimizer)), skipped, scales
+    ends = optimizer.fingerprint(state=True), problems.values(optimizer), problems.momenta(optimizer)
+    return problems.History(fingerprints, *ends), skipped, scales
 
 
 @pytest.mark.parametrize("mode", ["on", "unscale first"])
