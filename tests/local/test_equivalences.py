@@ -5,6 +5,7 @@ LocalDeMo under all its settings is the literal round of `oracles.local`. DeMo i
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,7 @@ DENSE: dict[str, Any] = {
 Inner = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
-def _sgd(parameters: list[Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+_sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def _muon(parameters: list[Parameter]) -> torch.optim.Optimizer:
@@ -87,8 +87,7 @@ class Published:
         """Gives all ranks the common weights; returns a copy of them."""
         with torch.no_grad():
             for parameters in self.local:
-                for parameter, weight in zip(parameters, self.weights, strict=True):
-                    parameter.copy_(weight)
+                torch._foreach_copy_(parameters, self.weights)
         return [weight.detach().clone() for weight in self.weights]
 
 
@@ -161,10 +160,8 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
         optimizer = DeMo(problems.parameters(shapes, dtype=torch.float64), lr=lr, process_group=exchange, **v1)
         return [problems.train(optimizer, [step], exchange.rank).parameters for step in range(ROUNDS)]
 
-    def inner(parameters: list[Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=lr)
-
     settings = {**codec, "transform": "dct", "reduction": "senders", "error_decay": 0.9, "outer_lr": lr}
+    inner = functools.partial(torch.optim.SGD, lr=lr)
     _assert_equal(ranks.threads(run, W)[0], inner, settings, every=1, shapes=shapes)
 
 

@@ -63,13 +63,7 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() 
     assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
 
 
-def test_batched_muon_trains_along_with_torchs() -> None:
-    inner = demopt.muon_adamw(nn.Linear(2, 3), lr=0.1)
-    assert [type(each).__name__ for each in inner] == ["BatchedMuon", "AdamW"]
-    assert InnerOptimizers(inner).facts()["inner"] == "Muon, AdamW"
-
-
-def test_muon_adamw_splits_as_muon_groups_and_sets_torchs_names() -> None:
+def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_with_torchs() -> None:
     head = nn.Linear(4, 2)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), head)
     muon, adamw = demopt.muon_adamw(model, 0.1, momentum=0.5, weight_decay=0.2, betas=(0.8, 0.7), others=[head])
@@ -78,6 +72,8 @@ def test_muon_adamw_splits_as_muon_groups_and_sets_torchs_names() -> None:
         assert [*map(id, each.param_groups[0]["params"])] == [*map(id, group["params"])]
         assert each.param_groups[0]["lr"] == 0.1
         assert each.param_groups[0]["weight_decay"] == 0.2
+    assert isinstance(muon, BatchedMuon)
+    assert InnerOptimizers([muon, adamw]).facts()["inner"] == "Muon, AdamW"
     assert muon.param_groups[0]["momentum"] == 0.5
     assert adamw.param_groups[0]["betas"] == (0.8, 0.7)
 

@@ -4,6 +4,7 @@ A resumed run equals the uninterrupted one bit for bit. Saving never runs a step
 """
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -28,10 +29,7 @@ def by_state_dict(old: DeMo, carried: Callable[[Any], Any] = lambda state: state
     return new
 
 
-def by_file(old: DeMo) -> DeMo:
-    return by_state_dict(old, problems.by_file)
-
-
+by_file = functools.partial(by_state_dict, carried=problems.by_file)
 LOCAL = {"global", "error", "outer_velocity", "round", "local_steps", "transform", "saved_by"}
 
 

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 import demopt
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.exchange import SingleRank
 
 
 def _demo(**settings: Any) -> DeMo:
@@ -60,22 +59,13 @@ def test_unknown_argument_is_refused_by_name_with_the_one_meant(make: Callable[.
         make(**{name: 1})
 
 
-def test_settings_of_the_codec_may_be_given_by_their_own_names() -> None:
-    with_names, with_codec = (
-        DeMo([Parameter(torch.zeros(4, 4))], process_group=SingleRank(), **given)
-        for given in ({"chunk": 32, "values": "2-bit"}, {"codec": demopt.Codec(chunk=32, values="2-bit")})
-    )
-    settings = [{k: v for k, v in each.param_groups[0].items() if k != "params"} for each in (with_names, with_codec)]
-    assert settings[0] == settings[1]
-    assert settings[0]["chunk"] == 32
-
-
-def test_group_has_a_codec_of_its_own() -> None:
-    codec = demopt.Codec(chunk=2, values="2-bit")
-    optimizer = _group(codec=codec, top_k=3)
-    first = optimizer.param_groups[0]
-    assert (first["chunk"], first["values"], first["top_k"], first["transform"]) == (2, "2-bit", 3, "dct")
-    assert "codec" not in first
+def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group() -> None:
+    names = {"chunk": 2, "values": "2-bit"}
+    given = {"codec": demopt.Codec(**names), "top_k": 3}
+    made = [_demo(**names, top_k=3), _demo(**given), _group(**given)]
+    settings = [{name: value for name, value in each.param_groups[0].items() if name != "params"} for each in made]
+    assert settings == [{**settings[0], **names, "top_k": 3, "transform": "dct"}] * 3
+    assert "codec" not in settings[0]
 
 
 #: The names of settings that every group has, impossible values, and what is said of them.
