@@ -7,6 +7,7 @@ import stat
 import pytest
 import stores
 
+import forked
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs import disk
 from demopt.runs.disk import Disk
@@ -175,19 +176,14 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
     (tmp_path / "run").chmod(0o3770)
 
     def as_user(user, call):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.setgroups([])
-                os.setgid(4321)
-                os.setuid(user)
-                os.umask(0o027)
-                call()
-                code = 0
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        def become_and_call():
+            os.setgroups([])
+            os.setgid(4321)
+            os.setuid(user)
+            os.umask(0o027)
+            call()
+
+        return forked.code_of(become_and_call)
 
     def delete():
         with pytest.raises(ExchangeError, match="access denied"):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 from stores import Cache
 from workers import SETTINGS, Counter, Worker, joined, replayed, times_applied, waiting
 
+import forked
 from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
@@ -64,8 +64,7 @@ def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sen
 def test_state_of_a_later_round_does_not_start_a_run(store):
     first = Worker(ObjectStore(), 0)
     first.round(3)
-    other = Worker(store, 1)
-    other.optimizer.load_state_dict(first.optimizer.state_dict())
+    other = Worker(store, 1, state=first.optimizer.state_dict())
     with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run; is its disk mounted\? A new run"):
         other.join()
     there, elsewhere = Worker(ObjectStore(), 2), first.optimizer.state_dict()
@@ -171,23 +170,16 @@ def test_second_worker_of_one_name_sends_under_another_and_counts_once_after_an_
 def test_worker_that_is_stepped_in_a_forked_process_is_told_and_does_not_hang(store):
     worker = Worker(store, 0).join()
     worker.round()
-    if (child := os.fork()) == 0:
-        try:
+
+    def refused():
+        with pytest.raises(RuntimeError, match="build the optimizer in the one that trains"):
             worker.round()
-        except RuntimeError as error:
-            os._exit("build the optimizer in the one that trains" in str(error))
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+    assert forked.code_of(refused) == 0
 
 
 def test_worker_that_was_built_before_a_fork_trains_in_the_forked_process(tmp_path):
-    worker = Worker(tmp_path / "run", 0)
-    if (child := os.fork()) == 0:
-        try:
-            worker.round()
-        finally:
-            os._exit(worker.rounds)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert forked.code_of(Worker(tmp_path / "run", 0).round) == 0
 
 
 def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(store):
