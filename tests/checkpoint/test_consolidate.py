@@ -41,23 +41,23 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str) -> Non
         assert expected[1] == resumed[1]
 
 
-def _forgets(exchange: Any) -> list[bool]:
-    """Whether the state is consolidated after the call, and after a step, the others' load or a new group besides."""
-    optimizer, found = carriers.build("DeMo", process_group=exchange), []
-    for change in (
-        lambda: None,
-        lambda: problems.fingerprints(optimizer, range(1), exchange.rank),
-        lambda: optimizer.load_state_dict(optimizer.state_dict()),
-        lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]}),
-    ):
-        carriers.consolidate(optimizer)
-        change()
-        found.append(bool(separated(optimizer.state_dict())))
-    return found
-
-
 def test_consolidated_state_is_of_rank_0_until_the_next_change() -> None:
-    assert ranks.threads(_forgets, 2) == [[True, False, False, False], [False] * 4]
+    """Such as a step, a load, and a new group."""
+
+    def consolidated(exchange: Any) -> list[bool]:
+        optimizer, found = carriers.build("DeMo", process_group=exchange), []
+        for change in (
+            lambda: None,
+            lambda: problems.fingerprints(optimizer, range(1), exchange.rank),
+            lambda: optimizer.load_state_dict(optimizer.state_dict()),
+            lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]}),
+        ):
+            carriers.consolidate(optimizer)
+            change()
+            found.append(bool(separated(optimizer.state_dict())))
+        return found
+
+    assert ranks.threads(consolidated, 2) == [[True, False, False, False], [False] * 4]
 
 
 def test_consolidation_waits_for_a_round_in_flight() -> None:
@@ -96,21 +96,21 @@ def _consolidated(exchange: Any, kind: str) -> Any:
     return mine, carriers.saved(optimizer)
 
 
-def _takes(exchange: Any, kind: str, state: Any) -> Any:
-    optimizer = carriers.build(kind, process_group=exchange)
-    optimizer.load_state_dict(state)
-    return carriers.saved(optimizer)
-
-
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.filterwarnings("ignore:the state was saved by")
 def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
+
+    def takes(exchange: Any) -> Any:
+        optimizer = carriers.build(kind, process_group=exchange)
+        optimizer.load_state_dict(results[0][1])
+        return carriers.saved(optimizer)
+
     if kind == carriers.OWNERS:
         assert all(carriers.owned(mine) for mine, _ in results)
     expected = demopt.reshard([mine for mine, _ in results], 3)
-    for state, wanted in zip(ranks.threads(_takes, 3, kind, results[0][1]), expected, strict=True):
+    for state, wanted in zip(ranks.threads(takes, 3), expected, strict=True):
         carriers.assert_resharded(state, wanted)
 
 
@@ -139,49 +139,46 @@ def test_consolidated_state_without_a_rank_is_refused() -> None:
         carriers.build("DeMo").load_state_dict(state)
 
 
-def _cost(exchange: Any, kind: str, sync_every: int) -> tuple[int, list[int]]:
-    """The bytes of a step, and those of a consolidation and, after it, of a step."""
-    more = {} if kind == "DeMo" else {"sync_every": sync_every}
-    optimizer = carriers.build(kind, process_group=exchange, **more)
-    problems.fingerprints(optimizer, range(sync_every), exchange.rank)
-    step = optimizer.stats.received_bytes
-    for _ in range(2):  # it warns once
-        optimizer.consolidate_state_dict(to=1)
-    found = [optimizer.stats.consolidated_bytes]
-    problems.fingerprints(optimizer, range(1), exchange.rank)
-    return step, [*found, optimizer.stats.consolidated_bytes]
-
-
-@pytest.mark.parametrize(("kind", "sync_every", "many"), [("DeMo", 1, 0), ("LocalDeMo", 20, 1)])
+@pytest.mark.parametrize(("kind", "more", "many"), [("DeMo", {}, 0), ("LocalDeMo", {"sync_every": 20}, 1)])
 def test_consolidation_says_what_it_costs(
-    kind: str, sync_every: int, many: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, more: dict[str, int], many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("demopt.state.MANY_STEPS", 300)  # the model is small beside the description of its state
-    results: list[Any] = []
-    told = problems.warned(lambda: results.extend(ranks.threads(_cost, 2, kind, sync_every)))
-    (step, mine), (_, theirs) = results
-    assert mine == theirs, "as many bytes are received as sent"
-    assert mine[0] > step
-    assert mine[1] == 0
-    assert (mine[0] > 300 * step / sync_every) == bool(many)
+    sync_every, results = more.get("sync_every", 1), list[Any]()
+
+    def cost(exchange: Any) -> tuple[int, ...]:
+        """The bytes of a step, of a consolidation, and of a step after it."""
+        optimizer = carriers.build(kind, process_group=exchange, **more)
+        problems.fingerprints(optimizer, range(sync_every), exchange.rank)
+        step = optimizer.stats.received_bytes
+        for _ in range(2):  # it warns once
+            optimizer.consolidate_state_dict(to=1)
+        whole = optimizer.stats.consolidated_bytes
+        problems.fingerprints(optimizer, range(1), exchange.rank)
+        return step, whole, optimizer.stats.consolidated_bytes
+
+    told = problems.warned(lambda: results.extend(ranks.threads(cost, 2)))
+    (step, whole, after), (_, *theirs) = results
+    assert [whole, after] == theirs, "as many bytes are received as sent"
+    assert whole > step
+    assert after == 0
+    assert (whole > 300 * step / sync_every) == bool(many)
     assert len(told) == many, "rank 1 alone warns"
-    assert [f"rank 1 received {mine[0]:,} bytes of states, as many as in" in text for text in told] == [True] * many
+    assert [f"rank 1 received {whole:,} bytes of states, as many as in" in text for text in told] == [True] * many
 
 
-def _damaged(exchange: Any, byte: int) -> None:
+@pytest.mark.parametrize("byte", [0, 64])
+def test_damaged_state_is_refused(byte: int) -> None:
     def damage(rows: Tensor) -> Tensor:
         if rows.shape[1] > 16:  # not the sizes
             rows[1, byte] ^= 0xFF
         return rows
 
-    parameters = [torch.nn.Parameter(torch.ones(3))]
-    demopt.DeMo(parameters, process_group=problems.Faulty(exchange, damage)).consolidate_state_dict()
+    def consolidate(exchange: Any) -> None:
+        carriers.build("DeMo", process_group=problems.Faulty(exchange, damage)).consolidate_state_dict()
 
-
-@pytest.mark.parametrize("byte", [0, 64])
-def test_damaged_state_is_refused(byte: int) -> None:
     with pytest.raises(MessageError, match="message of rank 1: the state that came to be consolidated is damaged"):
-        ranks.threads(_damaged, 2, byte)
+        ranks.threads(consolidate, 2)
 
 
 def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states() -> None:

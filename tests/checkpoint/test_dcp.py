@@ -19,19 +19,14 @@ from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.exchange import SingleRank
 
 
-def _build(kind: str, **more: Any) -> tuple[Any, OptimizerState]:
-    optimizer = carriers.build(kind, **more)
-    return optimizer, OptimizerState(optimizer)
-
-
 def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False) -> Any:
     """Saves two steps after a round; returns the state, and how the optimizer goes on while `async_save` writes."""
-    optimizer, state = _build(kind)
+    optimizer = carriers.build(kind)
     problems.fingerprints(optimizer, range(5), rank)
     before = copy.deepcopy(carriers.saved(optimizer))
     with carriers.shown(optimizer):
         model = {str(n): p.detach().clone() for n, p in enumerate(problems.all_parameters(optimizer))}
-        whole = {"model": model, "one": {"optimizer": state.state_dict()}}
+        whole = {"model": model, "one": {"optimizer": OptimizerState(optimizer).state_dict()}}
         if late:
             writing = dcp.async_save(whole, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
         else:
@@ -45,7 +40,8 @@ def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False
 def _load(rank: int, world_size: int, kind: str, folder: str, planner: Any) -> Any:
     """The state that a new optimizer loads, how it goes on, and what it warns of."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in carriers.SHAPES]
-    optimizer, holder = _build(kind, parameters=parameters)
+    optimizer = carriers.build(kind, parameters=parameters)
+    holder = OptimizerState(optimizer)
     model = {str(n): p.data for n, p in enumerate(parameters)}
     whole = {"model": model, "one": {"optimizer": holder.state_dict()}}
     dcp.load(whole, checkpoint_id=folder, planner=planner)

@@ -31,16 +31,16 @@ def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now: int
         assert sum((mine.get(old, Fraction(0)) for mine in by_rank), Fraction(0)) == Fraction(now, before)
 
 
-def _save(exchange: Exchange) -> dict[str, Any]:
-    optimizer = problems.demo(exchange, dtype=torch.float64, update="sgd")
-    problems.train(optimizer, range(3), exchange.rank)
-    return optimizer.state_dict()
-
-
 @functools.cache
 def _states(world_size: int) -> list[dict[str, Any]]:
     """The states of all ranks after three steps."""
-    return ranks.threads(_save, world_size)
+
+    def saved(exchange: Exchange) -> dict[str, Any]:
+        optimizer = problems.demo(exchange, dtype=torch.float64, update="sgd")
+        problems.train(optimizer, range(3), exchange.rank)
+        return optimizer.state_dict()
+
+    return ranks.threads(saved, world_size)
 
 
 def _goes_on(exchange: Exchange, states: list[dict[str, Any]], reduction: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -66,19 +66,6 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before:
         assert all(bool((momentum == 0).all()) for momentum in left)
 
 
-def _save_local(exchange: Exchange, skipped: bool, settings: dict[str, Any]) -> dict[str, Any]:
-    """Saves two steps after a round, which is `skipped` because of rank 0's weights."""
-    optimizer = problems.local(exchange, inner=problems.ADAMW, sync_every=4, **settings)
-
-    def spoil(step: int) -> None:
-        if skipped and step == 3 and exchange.rank == 0:
-            problems.all_parameters(optimizer)[0].data[0] = torch.inf
-
-    problems.fingerprints(optimizer, range(6), exchange.rank, spoil)
-    with optimizer.shared():
-        return optimizer.state_dict()
-
-
 @pytest.mark.parametrize(
     ("skipped", "settings"), [(False, {"top_k": 24}), (True, {"top_k": 24}), (False, {"route": "owner"})], ids=str
 )
@@ -86,7 +73,20 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
     skipped: bool, settings: dict[str, Any]
 ) -> None:
     """After a round that some rank dropped, the others have a start of their own. Owners' errors become ranks'."""
-    before = ranks.threads(_save_local, 3, skipped, settings)
+
+    def saved(exchange: Exchange) -> dict[str, Any]:
+        """Two steps after a round, which is skipped because of rank 0's weights."""
+        optimizer = problems.local(exchange, inner=problems.ADAMW, sync_every=4, **settings)
+
+        def spoil(step: int) -> None:
+            if skipped and step == 3 and exchange.rank == 0:
+                problems.all_parameters(optimizer)[0].data[0] = torch.inf
+
+        problems.fingerprints(optimizer, range(6), exchange.rank, spoil)
+        with optimizer.shared():
+            return optimizer.state_dict()
+
+    before = ranks.threads(saved, 3)
     assert any("owner_error" in state["state"][0] for state in before) == ("route" in settings)
     assert ["start" in state["state"][0] for state in before] == [False, skipped, skipped]
     after = demopt.reshard(before, 2)

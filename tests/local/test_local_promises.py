@@ -55,31 +55,31 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
 # State
 
 
-def _resumed(exchange: Exchange, at: int, settings: dict[str, Any]) -> list[list[Tensor]]:
-    whole, new = make(exchange, **settings), make(exchange, **settings)
-    train(whole, range(at), exchange.rank)
-    whole.flush()
-    with whole.shared(), torch.no_grad():
-        state = copy.deepcopy(whole.state_dict())
-        torch._foreach_copy_(problems.all_parameters(new), problems.values(whole))
-    for optimizer in (whole, new):
-        if optimizer is new:
-            optimizer.load_state_dict(state)
-        if at == 5:
-            optimizer.finish_round()
-        train(optimizer, range(at, 12), exchange.rank)
-        optimizer.finish_round(last=True)
-    return [problems.values(whole), problems.values(new)]
-
-
 @pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)
 @pytest.mark.parametrize("at", [0, 3, 4, 5, 6])
 def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(
     at: int, settings: dict[str, Any]
 ) -> None:
     """Right after a round, in the middle of H steps, where a round comes at once, and with delay after a flush."""
-    (one, resumed), others = ranks.threads(_resumed, 2, at, settings)
-    assert all(problems.same(one, each) for each in (resumed, *others))
+
+    def resumed(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
+        whole, new = make(exchange, **settings), make(exchange, **settings)
+        train(whole, range(at), exchange.rank)
+        whole.flush()
+        with whole.shared(), torch.no_grad():
+            state = copy.deepcopy(whole.state_dict())
+            torch._foreach_copy_(problems.all_parameters(new), problems.values(whole))
+        for optimizer in (whole, new):
+            if optimizer is new:
+                optimizer.load_state_dict(state)
+            if at == 5:
+                optimizer.finish_round()
+            train(optimizer, range(at, 12), exchange.rank)
+            optimizer.finish_round(last=True)
+        return problems.values(whole), problems.values(new)
+
+    (one, other), others = ranks.threads(resumed, 2)
+    assert all(problems.same(one, each) for each in (other, *others))
 
 
 def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
