@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 from unittest import mock
 
 from laboratory import seaweed
@@ -177,7 +177,7 @@ def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, lau
     torch.set_num_threads(1)  # as torchrun does
     module, *words = command
     try:
-        with mock.patch.multiple(os, _exit=_leave, getppid=lambda: launcher):  # which waits for an answer
+        with mock.patch.multiple(os, _exit=sys.exit, getppid=lambda: launcher):  # which waits for an answer
             if module == "-m":
                 sys.argv = words
                 importlib.import_module(words[0]).main()
@@ -191,7 +191,3 @@ def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, lau
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _leave(code: int) -> NoReturn:
-    raise SystemExit(code)

@@ -36,13 +36,9 @@ def _built(honest: list[int], lies: list[Callable[[int, tuple[int, ...]], Tensor
     made = [*lies, *(lambda number, shape, rank=rank: _gradient(rank, number, shape) for rank in honest)]
     optimizers, messages = [], []
     for place, gradient in enumerate(made):
-        parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        inner = torch.optim.SGD(parameters, lr=1.0)
         exchange = problems.OneOf(place, len(made))
-        optimizer = demopt.LocalDeMo(
-            inner, sync_every=1, route="gather", process_group=exchange, clip_to_median=clip, **codec
-        )
-        for number, parameter in enumerate(parameters):
+        optimizer = problems.local(exchange, SHAPES, chunk=64, route="gather", clip_to_median=clip, **codec)
+        for number, parameter in enumerate(problems.all_parameters(optimizer)):
             parameter.grad = gradient(number, tuple(parameter.shape))
         optimizer.local_step()
         optimizers.append(optimizer)
@@ -52,7 +48,7 @@ def _built(honest: list[int], lies: list[Callable[[int, tuple[int, ...]], Tensor
 
 def _applied(optimizers: Any, messages: Tensor) -> Tensor:
     optimizers[-1].apply(messages)
-    return torch.cat([p.detach().flatten() for group in optimizers[-1].param_groups for p in group["params"]])
+    return torch.cat([each.flatten() for each in problems.values(optimizers[-1])])
 
 
 def _flipped(number: int, shape: tuple[int, ...]) -> Tensor:

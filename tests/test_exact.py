@@ -16,8 +16,6 @@ import problems
 from demopt import DeMo
 from demopt.codec import chunk_group as chunk_groups
 from demopt.core import exact, transform
-from demopt.wire.coefficients import Strongest
-from demopt.wire.layout import Section
 
 LEVELS = {"sign": 1, "2-bit": 2}
 LIMIT = 2**24
@@ -25,21 +23,14 @@ GUARD_BITS = 3
 
 
 def _coefficients(world_size: int, chunks: int, length: int, keep: int, values: str) -> tuple[Tensor, ...]:
-    """Positions [W, C, K], levels [W, C, K], codes [W, C] of random momenta; scales differ by up to 2**6, or are 0."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for rank in range(world_size):
-        scale = 2.0 ** torch.randint(-6, 1, (chunks, 1), generator=generator)
-        scale[0] = 0  # of all ranks
-        scale[1, : world_size - rank - 1] = 0  # of all but the last
-        positions = torch.rand(chunks, length, generator=generator).argsort(dim=1)[:, :keep].sort(dim=1).values
-        numbers = scale * torch.randn(chunks, keep, generator=generator)
-        section = Section(chunks, length, keep, values)
-        decoded, _ = section.decode(torch.cat(section.encode(positions, numbers)).unsqueeze(0), slice(0, chunks))
-        assert isinstance(decoded, Strongest)
-        assert decoded.codes is not None
-        rows.append((positions, decoded.numbers[0], decoded.codes[0]))
-    return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+    """Positions [W, C, K], levels [W, C, K], codes [W, C] at random; scales differ by up to 2**6, or are 0."""
+    torch.manual_seed(0)
+    positions = torch.rand(world_size, chunks, length).argsort(-1)[..., :keep].sort(-1).values
+    levels = torch.randint(1, LEVELS[values] + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
+    codes = torch.randint(121 * 16, 127 * 16, (world_size, chunks))
+    codes[:, 0] = 0  # of all ranks
+    codes[:-1, 1] = 0  # of all but the last
+    return positions, levels, codes
 
 
 def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> tuple[Tensor, Tensor]:

@@ -186,28 +186,25 @@ class Ledger:
         return moved, owed, [total.clone() for total in self.total]
 
 
-def _run(exchange: Exchange, others: list[list[Exchange]], codec: str, delay: int, seed: int) -> list[Any]:
-    ledger, actions, found = Ledger(exchange, list(others), codec, delay), random.Random(seed), []
-    for _ in range(25):
-        action = actions.choice(ACTIONS)
-        ledger.act(action, actions)
-        found.append((action, *ledger.account()))
-    return found
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_local_step_is_lost_or_counted_twice(seed: int, codec: str, delay: int) -> None:
     others = [Threads(2, timeout=100.0).exchanges for _ in range(60)]
-    one, other = ranks.threads(_run, 2, others, codec, delay, seed)
+
+    def accounts(exchange: Exchange) -> list[Any]:
+        ledger, actions, found = Ledger(exchange, list(others), codec, delay), random.Random(seed), []
+        for _ in range(25):
+            action = actions.choice(ACTIONS)
+            ledger.act(action, actions)
+            found.append((action, *ledger.account()))
+        return found
+
+    one, other = ranks.threads(accounts, 2)
     done: list[str] = []
     for (action, *first), (_, *second) in zip(one, other, strict=True):
         done.append(action)
-        for number in range(len(SHAPES)):
-            (moved, owed, total), (same, theirs, of_theirs) = (
-                [part[number] for part in each] for each in (first, second)
-            )
+        for moved, owed, total, same, theirs, of_theirs in zip(*first, *second, strict=True):
             assert torch.equal(moved, same)
             w, v = SAMPLES[codec == "unequal samples"]
             kept, taken = (w + v) * moved + w * owed + v * theirs, w * total + v * of_theirs

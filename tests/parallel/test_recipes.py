@@ -65,16 +65,16 @@ def _sequence(group: Any) -> int:
     return int(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group())
 
 
-def _run_on_host(rank: int, world_size: int, recipe: str) -> tuple[Run, Run]:
-    """With the state on the host, where parameters count as those of an accelerator; and beside them."""
+def _run_on_host(rank: int, world_size: int, recipe: str) -> Run:
+    """With the state on the host, where parameters count as those of an accelerator."""
     with mock.patch.object(LocalWeights, "_is_here", return_value=False):
-        on_host = _run(rank, world_size, "LocalDeMo, host", recipe)
-    return on_host, _run(rank, world_size, "LocalDeMo", recipe)
+        return _run(rank, world_size, "LocalDeMo, host", recipe)
 
 
 @pytest.mark.parametrize("recipe", ["FSDP2", "HSDP"])
 def test_shards_have_the_same_bits_with_the_state_on_the_host(recipe: str) -> None:
-    for on_host, beside in ranks.run(_run_on_host, 4, recipe):
+    runs = ranks.run(_run_on_host, 4, recipe), ranks.run(_run, 4, "LocalDeMo", recipe)
+    for on_host, beside in zip(*runs, strict=True):
         assert problems.same(on_host.parameters, beside.parameters)
         assert on_host.losses == beside.losses
         assert on_host.said == []
