@@ -1,5 +1,6 @@
 """torchft: exchanges among the workers of a quorum, over its gloo; and hooks of torch in the wrapper."""
 
+import types
 from datetime import timedelta
 
 import pytest
@@ -45,13 +46,6 @@ def test_close_releases_waiting_workers_though_others_hold_the_exchange():
     assert "Timed out" not in said
 
 
-class _Alone:
-    """What the wrapper asks of a manager when it is built."""
-
-    def current_step(self):
-        return 0
-
-
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_hooks_of_torch_run(kind):
     """The wrapper is a torch optimizer."""
@@ -59,7 +53,8 @@ def test_hooks_of_torch_run(kind):
 
     (parameter,) = problems.parameters([(4, 4)])
     inner = demopt.DeMo([parameter]) if kind == "DeMo" else problems.local(shapes=[(4, 4)])
-    optimizer = Optimizer(_Alone(), inner)
+    manager = types.SimpleNamespace(current_step=lambda: 0)  # what the wrapper asks when it is built
+    optimizer = Optimizer(manager, inner)
     optimizer.finish_round, optimizer._new, called = lambda: None, False, []
     names = [f"{of}_{when}" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
     for name in names:

@@ -107,8 +107,7 @@ def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command: Any, t
 
 @pytest.mark.parametrize("workers", [2, 16])
 def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
-    configs = [resolve(TrainConfig(optimizer=optimizer)) for optimizer in ("demo", "local")]
-    plan = make_plan(of_count("124M"), *configs, workers=[workers])
+    plan = plan_of(of_count("124M"), workers, demo={"update": "muon"})
     case = Case(plan, Link(1e9, 0.0), 2.0, 0.2)
     equal = equal_bandwidth(case, workers)
     assert equal is not None

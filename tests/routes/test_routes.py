@@ -92,45 +92,34 @@ def test_failed_exchange_changes_nothing_but_the_momentum(route: str, second: bo
     problems.assert_replicas(ranks.threads(broken, 3))
 
 
-class Flipping(problems.Faulty):
-    """Flips a bit of one row of a round's parts, or of its answers or gathered messages, once armed."""
+def _corrupted(exchange: Exchange, route: str, bad_rank: int, place: int) -> tuple[BaseException | None, list[int]]:
+    """A bit that rank 0 receives from `bad_rank` is flipped, in the collective `place` of the third step.
 
-    def __init__(self, inner: Exchange, row: int, parts: bool) -> None:
-        super().__init__(inner, self._flip)
-        self.row, self.parts, self.armed, self.in_parts = row, parts, False, False
+    Then all take rank 1's weights.
+    """
+    flips = list[bool]()  # in the collectives to come
 
-    def _flip(self, rows: Tensor) -> Tensor:
-        if self.armed and self.in_parts == self.parts:
-            rows[self.row, 64] ^= 1
+    def flip(rows: Tensor) -> Tensor:
+        if flips and flips.pop(0):
+            rows[bad_rank, 64] ^= 1
         return rows
 
-    def all_gather(self, message_B: Tensor) -> Tensor:
-        self.in_parts = False
-        return super().all_gather(message_B)
-
-    def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        self.in_parts = True
-        return super().all_to_all(parts_WB)
-
-
-def _corrupted(exchange: Exchange, route: str, bad_rank: int, parts: bool) -> tuple[BaseException | None, list[int]]:
-    """What rank 0 receives in the third step is corrupted in the row of `bad_rank`; then all take rank 1's weights."""
-    flipping = Flipping(exchange, bad_rank, parts)
-    optimizer = ON[route](flipping, MANY)
+    optimizer = ON[route](problems.Faulty(exchange, flip), MANY)
     problems.train(optimizer, range(2), exchange.rank)
-    flipping.armed = exchange.rank == 0
+    flips += [False] * place + [exchange.rank == 0]
     error = problems.refusal(optimizer, 2, exchange.rank)
-    flipping.armed = False
+    flips.clear()
     optimizer.resync(1)
     return error, problems.fingerprints(optimizer, range(3, 5), exchange.rank)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-@pytest.mark.parametrize(("route", "parts"), [("gather", False), ("owner", False), ("owner", True)])
+@pytest.mark.parametrize(("route", "place"), [("gather", 0), ("owner", 1), ("owner", 0)])
 def test_corrupted_bytes_are_refused_where_they_arrive_and_by_all_if_they_are_parts_and_resync_repairs(
-    route: str, parts: bool, bad_rank: int
+    route: str, place: int, bad_rank: int
 ) -> None:
-    (first, marks), *others = ranks.threads(_corrupted, 3, route, bad_rank, parts)
+    parts = route == "owner" and place == 0
+    (first, marks), *others = ranks.threads(_corrupted, 3, route, bad_rank, place)
     for error in [first, *(error for error, _ in others if parts)]:
         assert isinstance(error, MessageError)
         assert error.rank == bad_rank

@@ -152,9 +152,6 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     assert few.refused == {"ghost-1": "bad"}
 
 
-# Wishes to stop
-
-
 def test_wish_to_stop_is_of_one_run():
     store = ObjectStore()
     log.put_stop(store, 7, RUN)
@@ -228,8 +225,6 @@ def test_bytes_of_another_are_refused(kind, raw):
 
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
-
-
 SENT = {"worker": "a", "digest": "", "samples": 1, "note": None}
 IMPOSSIBLE = {
     "manifest": [
@@ -269,9 +264,6 @@ def test_number_that_is_not_finite_is_no_note(note):
         log.read_message("m", raw, RUN, 3, "w-1")
 
 
-# Key files
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o644, 0o640, 0o604])
 def test_key_file_that_others_can_read_is_warned_of(mode, tmp_path, caplog):
@@ -281,9 +273,6 @@ def test_key_file_that_others_can_read_is_warned_of(mode, tmp_path, caplog):
         assert read_key(tmp_path / "key") == KEY
     assert ("can be read by other users" in caplog.text) == (mode not in (0o600, 0o400))
     assert KEY.hex() not in caplog.text
-
-
-# Stores that let two win
 
 
 def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there():
@@ -438,11 +427,8 @@ def test_wish_to_stop_is_obeyed_by_a_worker_that_a_member_leaves_out_of_every_ro
         worker.round()
 
 
-# The recipe for a bucket in which each worker may write its own names only
-
-
 def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_delete_each_others(monkeypatch):
-    """The recipe of docs/folder.md. Old messages of others stay, and the worker says so."""
+    """The recipe of docs/folder.md for a bucket. Old messages of others stay, and the worker says so."""
     servers.environment("s3", monkeypatch)
     place, workers = f"s3://bucket/recipe-{os.urandom(8).hex()}", []
     for name in ("alice", "bob"):

@@ -88,8 +88,7 @@ class Tokens:
         tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
         message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
         attached = self.run.attachment(self, self.header(None), None)
-        known = {"message": message, "data": [tokens], "attached": attached}
-        self.round = types.SimpleNamespace(header=self.header(None), outcome=None, **known)
+        self.round = self.round_of(message, attached, in_momentum=True)
 
     def exchange(self) -> Any:
         now = self.round
