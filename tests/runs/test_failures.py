@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from small_s3 import error, small_s3
 from stores import Wrapped
+from workers import at_first
 
 from demopt.errors import ExchangeError
 from demopt.runs import disk
@@ -197,8 +198,7 @@ def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):
 
 
 def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):
-    left = [-500]
-    with small_s3(monkeypatch, lambda *_: (left.pop(), "") if left else None) as objects:
+    with small_s3(monkeypatch, at_first(lambda *_: (-500, ""), lambda *_: None)) as objects:
         patient = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail)
         assert not patient.put_if_absent("a", b"x")
         assert objects == {"run/a": b"x"}

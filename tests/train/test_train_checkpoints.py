@@ -15,13 +15,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from train_runs import STEPS, as_killed, metrics, resume_as, steps_done
 
 import demopt
+import forked
 from demopt.codec.hyperparameters import Codec
 from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.out import OutFolder
 from demopt.train.team import Team, stop_on_signals
-from forked import CONTEXT
 
 # Resuming
 
@@ -163,16 +163,12 @@ def save(out, step):
 
 def apart(work, *args):
     """Run work(*args) in a process of its own, with a process group, and return its exit code."""
-    process = CONTEXT.Process(target=_alone, args=(work, *args))
-    process.start()
-    process.join(train_runs.LIMIT)
-    return process.exitcode
 
+    def alone():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        work(*args)
 
-def _alone(work, *args):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    work(*args)
-    os._exit(0)
+    return forked.code_of(alone)
 
 
 def save_and_die(out, number):

@@ -121,45 +121,34 @@ def test_bfloat16_model_trains_in_float32_and_is_saved_in_bfloat16(lora, tmp_pat
 # Mistakes
 
 
-def _spoil(folder, part):
-    weights, config, shard = folder / "model.safetensors", folder / "config.json", "model-0000{}-of-00002.safetensors"
-    renamed = {"pickle": "pytorch_model.bin", "shard": shard.format(1), "weights": "away"}
-    shards = {"weight_map": {"a": shard.format(1), "b": shard.format(2)}}
-    code = {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}
-    written = {
-        "shard": ("model.safetensors.index.json", json.dumps(shards)),
-        "damaged": (weights.name, "no tensors"),
-        "adapters": ("adapter_config.json", '{"base_model_name_or_path": "far/away"}'),
-        "code": (config.name, json.dumps(json.loads(config.read_text()) | code)),
-        "layer": (config.name, json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2})),
-    }
-    if part in renamed:
-        weights.rename(folder / renamed[part])
-    if part in written:
-        (folder / written[part][0]).write_text(written[part][1])
-    if part == "config":
-        config.unlink()
-    if part == "nothing":
-        shutil.rmtree(folder)
+WEIGHTS, SHARDS = "model.safetensors", [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+INDEX = {"weight_map": dict(zip("ab", SHARDS, strict=True))}
+CODE = {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}
+BASE = {"base_model_name_or_path": "far/away"}
+PICKLE = "its weights are in pytorch_model.bin, which can run code; only safetensors are read"
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("moved", "written", "told"),
     [
-        ("nothing", "is no folder here; nothing is downloaded"),
-        ("config", "has no config.json"),
-        ("weights", "has no model.safetensors; copy the whole folder"),
-        ("pickle", "its weights are in pytorch_model.bin, which can run code; only safetensors are read"),
-        ("shard", "has no model-00002-of-00002.safetensors; copy the whole folder"),
-        ("damaged", "transformers cannot load it: "),
-        ("layer", r"its files lack 9 of the tensors, such as model.layers.1.input_layernorm.weight"),
-        ("code", "transformers cannot load it: .*"),
-        ("adapters", "holds adapters of far/away; give that folder, or one with them merged"),
+        ((".", "../away"), {}, "is no folder here; nothing is downloaded"),
+        (("config.json", "away"), {}, "has no config.json"),
+        ((WEIGHTS, "away"), {}, "has no model.safetensors; copy the whole folder"),
+        ((WEIGHTS, "pytorch_model.bin"), {}, PICKLE),
+        ((WEIGHTS, SHARDS[0]), {f"{WEIGHTS}.index.json": INDEX}, f"has no {SHARDS[1]}; copy the whole folder"),
+        ((), {WEIGHTS: {}}, "transformers cannot load it: "),
+        ((), {"config.json": {"num_hidden_layers": 2}}, "its files lack 9 of the tensors, such as model.layers.1.inp"),
+        ((), {"config.json": CODE}, "transformers cannot load it: "),
+        ((), {"adapter_config.json": BASE}, "holds adapters of far/away; give that folder, or one with them merged"),
     ],
 )
-def test_part_that_a_model_lacks_is_named(part, told, tmp_path):
+def test_part_that_a_model_lacks_is_named(moved, written, told, tmp_path):
     folder = save_tiny(tmp_path / "model")
-    _spoil(folder, part)
+    if moved:
+        (folder / moved[0]).rename(folder / moved[1])
+    for name, entries in written.items():
+        known = json.loads((folder / name).read_text()) if name == "config.json" else {}
+        (folder / name).write_text(json.dumps(known | entries))
     with pytest.raises(InputError, match=rf"--model {folder}: {told}") as caught:
         begin(resolve(TrainConfig(model=str(folder))))
     assert "\n" not in str(caught.value)
