@@ -14,8 +14,12 @@ class DemoptError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of another library's error, to report it as a cause."""
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    """Returns the first line of another library's error, to report it as a cause.
+
+    Not torch's advice to load a file that it refuses so that the file can run code.
+    """
+    line = str(error).strip().partition("\n")[0]
+    return "it is damaged" if "weights_only" in line else line[:200] or type(error).__name__
 
 
 def printable(text: str) -> str:

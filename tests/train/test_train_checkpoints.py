@@ -127,15 +127,22 @@ def test_damaged_record_is_refused_in_one_line(tmp_path, finished, broken):
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("change", [lambda data: data[:1000], lambda data: data[:5000] + b"?" + data[5001:]])
-def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished, change):
+@pytest.mark.parametrize(
+    ("damaged", "change"),
+    [
+        ("__1_0.distcp", lambda data, _: data[:1000]),
+        ("__1_0.distcp", lambda data, _: data[:5000] + b"?" + data[5001:]),
+        ("__1_0.distcp", lambda _, newest: (newest / "__0_0.distcp").read_bytes()),
+        (".metadata", lambda data, _: data[:1000]),
+    ],
+)
+def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished, damaged, change):
     out = shutil.copytree(finished[0], tmp_path / "run")
     newest = checkpoint.newest(out / "checkpoints")
-    damaged = newest / "__1_0.distcp"
-    damaged.write_bytes(change(damaged.read_bytes()))
-    refused = train_runs.resume(out, codes=(2,))
-    assert f"--resume: {newest} cannot be read: " in refused.stderr
-    assert "Traceback" not in refused.stderr
+    (newest / damaged).write_bytes(change((newest / damaged).read_bytes(), newest))
+    (refused,) = train_runs.resume(out, codes=(2,)).stderr.splitlines()
+    assert f"--resume: {newest} cannot be read: " in refused
+    assert "weights_only" not in refused  # torch's advice, which may run code
     shutil.rmtree(newest)
     resume_as(finished[0], out)
 
@@ -225,10 +232,32 @@ def test_save_on_a_full_disk_says_so_and_leaves_the_one_before(tmp_path):
     assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000001"
 
 
-def test_metrics_go_on_after_a_line_that_was_left_half(tmp_path, finished):
+def save_beside_a_users_own(out):
+    folder = out / "checkpoints"
+    save(out, 1)
+    (folder / "step-notes.txt").touch()
+    (folder / "step-mine").mkdir()
+    shutil.copytree(folder / "step-00000001", folder / "step-00000004.bak")
+    for link in ("step-latest", "step-00000009"):
+        (folder / link).symlink_to("step-00000004.bak")
+    kept = {path.name for path in folder.iterdir()}
+    for step in (2, 3):
+        save(out, step)
+    assert {path.name for path in folder.iterdir()} == kept - {"step-00000001"} | {"step-00000002", "step-00000003"}
+    assert checkpoint.newest(folder).name == "step-00000003"
+
+
+def test_files_folders_and_links_of_the_user_beside_checkpoints_are_left_and_not_taken_for_one(tmp_path):
+    assert apart(save_beside_a_users_own, tmp_path) == 0
+
+
+def test_metrics_go_on_after_a_line_that_was_left_half_and_without_those_that_are_no_rows(tmp_path, finished):
     run = OutFolder(tmp_path)
     lines = (finished[0] / "metrics.jsonl").read_bytes().splitlines()
-    run.metrics.write_bytes(b"\n".join([*lines[:10], lines[10][:30]]))
+    odd = [b"{}", b"[]", b"null", b"5", b"[" * 100000, lines[0].replace(b'"tokens"', b'"t"')]
+    for step in (b'"1"', b"null", b"NaN", b"1" + 400 * b"0", b'1, "epoch": []'):
+        odd.append(lines[0].replace(b'"step": 1', b'"step": ' + step))
+    run.metrics.write_bytes(b"\n".join([*odd, *lines[:10], lines[10][:30]]))
     assert run.read_metrics() == metrics(finished[0])[:10]
     run.rewind_metrics(8)
     assert metrics(tmp_path) == metrics(finished[0])[:8]

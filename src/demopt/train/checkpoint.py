@@ -23,7 +23,7 @@ from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import first_line
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.train.config import LAST_FILE, WHOLE, Given, InputError, TrainConfig, check_same_run, config_of
+from demopt.train.config import LAST_FILE, Given, InputError, TrainConfig, check_same_run, checkpoints_in, config_of
 from demopt.train.out import sync
 from demopt.train.team import Team
 
@@ -43,7 +43,7 @@ class CheckpointRecord:
 
 def whole(folder: Path) -> list[Path]:
     """Returns the checkpoints that have `.metadata`, which DCP writes last: the whole ones, oldest first."""
-    return sorted(found.parent for found in folder.glob(WHOLE))
+    return [found for found, is_whole in checkpoints_in(folder).items() if is_whole]
 
 
 def newest(folder: Path) -> Path | None:
@@ -77,7 +77,7 @@ def save(folder: Path, saved: CheckpointRecord, model: nn.Module, optimizer: tor
     """Writes a checkpoint and deletes all but the last two. With LocalDeMo call it inside `shared()`."""
     target = folder / f"step-{saved.step:08d}"
     if team.first:
-        for leftover in {*folder.glob("step-*")}.difference(whole(folder)):  # of an interrupted save or deletion
+        for leftover in checkpoints_in(folder).keys() - whole(folder):  # of an interrupted save or deletion
             shutil.rmtree(leftover)
         target.mkdir(parents=True)
         (target / RUN).write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
@@ -106,10 +106,12 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         # `part_for` warns of it; `_introduce` in worker.py says it in its own words
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")
         try:
-            load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
+            reader = Reader(path)
+            reader.read_metadata()  # if it is damaged: DCP would log tracebacks, and look for other files
+            load_state(state, storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _unreadable(path, _cause(error)) from None
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # wrong content, read well
+        except Exception as error:  # of pickle, DCP or the optimizer: it may hold anything
             raise _unreadable(path, error) from None
     if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

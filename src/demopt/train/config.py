@@ -28,7 +28,6 @@ Given = dict[str, Any]
 # those are whole that have the file that torch.distributed.checkpoint writes last.
 CONFIG, IDENTITY, CHECKPOINTS = "config.json", "identity", "checkpoints"
 LAST_FILE = ".metadata"  # of a checkpoint that is whole
-WHOLE = f"step-*/{LAST_FILE}"
 
 
 class InputError(ValueError):
@@ -287,12 +286,20 @@ def read_file(path: Path) -> Given:
     return found
 
 
+def checkpoints_in(folder: Path) -> dict[Path, bool]:
+    """Returns a run's checkpoints, oldest first, and whether each is whole; links and all else are the user's."""
+    found = sorted(folder.glob("step-" + "[0-9]" * 8))
+    return {each: (each / LAST_FILE).exists() for each in found if each.is_dir() and not each.is_symlink()}
+
+
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(config_of(settings).out)
     if settings.get("resume_auto"):
-        settings["resume" if any((out / CHECKPOINTS).glob(WHOLE)) or (out / IDENTITY).exists() else "overwrite"] = True
+        settings[
+            "resume" if any(checkpoints_in(out / CHECKPOINTS).values()) or (out / IDENTITY).exists() else "overwrite"
+        ] = True
     if settings.get("resume"):
         if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from demopt.errors import DemoptError, first_line
 from demopt.train.config import CHECKPOINTS, CONFIG, IDENTITY, InputError, TrainConfig
 
 Row = dict[str, Any]  # the metrics of a step
+_READ = {"step", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}  # counts, in every row
 
 
 class OutFolder:
@@ -104,11 +106,13 @@ class OutFolder:
             raise InputError(f"--out {self.root} is not the folder that rank 0 writes to; it must be a shared one")
 
     def read_metrics(self) -> list[Row]:
-        """Returns the rows of metrics.jsonl, without one that a killed process has left half."""
+        """Returns the rows of metrics.jsonl, without lines that are none, as one that a killed process left half."""
         rows = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
-            with suppress(ValueError):
-                rows.append(json.loads(line))
+            with suppress(ValueError, RecursionError, OverflowError):
+                row = json.loads(line)
+                if isinstance(row, dict) and all(_fits(row.get(name), name) for name in row.keys() | _READ):
+                    rows.append(row)
         return rows
 
     def rewind_metrics(self, step: int) -> None:
@@ -116,6 +120,13 @@ class OutFolder:
         rows = [row for row in self.read_metrics() if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         write_whole(self.metrics, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def _fits(value: Any, name: str) -> bool:
+    """Whether a row can have the value: a finite number; null if it was not finite, or not measured."""
+    if value is None:
+        return name not in _READ
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _lock(descriptor: int) -> None:

@@ -128,7 +128,7 @@ def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus, last
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
     """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
-    workers = int(statistics.mode(row.get("workers", config.workers) for row in rows))  # in most rounds of a folder
+    workers = int(statistics.mode(row.get("workers") or config.workers for row in rows))  # in most rounds of a folder
     team = f"{workers} worker{'s' * (workers != 1)}"
     table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
     table.add_column()
@@ -138,7 +138,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         table.add_column("DDP, computed", justify="right")
         table.add_column("ratio", justify="right")
 
-    last = [row["loss"] for row in rows[-max(1, min(LAST_STEPS, len(rows) // 20)) :] if row["loss"] is not None]
+    last = [row["loss"] for row in rows[-max(1, min(LAST_STEPS, len(rows) // 20)) :] if row.get("loss") is not None]
     final = [math.nan, *(row["val_loss"] for row in rows if row.get("val_loss") is not None)][-1]
     unit = "nats per byte" if bytes_per_token == 1 else "nats per token"
     table.add_row(f"final train loss, {unit}", f"{statistics.mean(last or [math.nan]):.4f}")
@@ -149,7 +149,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     seconds = statistics.mean(row["step_seconds"] for row in rows[min(WARM_UP, len(rows) // 2) :])
     table.add_row("tokens per second", f"{rows[-1]['tokens'] / len(rows) / seconds:,.0f}")
     if counted:
-        exchange = sum(row["exchange_seconds"] for row in rows)
+        exchange = sum(row.get("exchange_seconds") or 0.0 for row in rows)
         table.add_row("share of the step in exchange", f"{exchange / sum(row['step_seconds'] for row in rows):.1%}")
     dense = FLOAT32_BYTES * parameters
     traffic = all_reduce_bytes(dense, workers)
@@ -170,7 +170,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
 
 def svg(rows: Sequence[Row], title: str) -> str:
     """Returns an SVG with two panels over the steps: losses; and the bytes of one worker, with its rounds."""
-    train = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
+    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
     sent, received = (
         [*zip([row["step"] for row in rows], accumulate(row[name] for row in rows), strict=True)]
