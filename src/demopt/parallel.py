@@ -11,6 +11,7 @@ from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.mistakes import check_model, remember
 from demopt.replicator.session import check_alike
+from demopt.validation import check_rank
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
@@ -79,8 +80,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     """
     check_model(model)
     exchange, named = resolve(process_group), {name: to_local(each) for name, each in model.named_buffers()}
-    if not 0 <= src < exchange.world_size:
-        raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+    check_rank("src", src, exchange.world_size)
     exchange.await_all("broadcast_buffers()")
     facts = {f"buffer {name}": f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
     check_alike(exchange, facts, next((each.device for each in named.values()), None))

@@ -37,7 +37,7 @@ from demopt.exchange.dtensor import shard_of, to_local
 from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
-from demopt.validation import warn
+from demopt.validation import check_count, check_rank, warn
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
@@ -357,8 +357,7 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
             the data of a rank is damaged.
     """
     exchange, wiring = replicator.session.exchange, replicator.wiring()
-    if not 0 <= to < exchange.world_size:
-        raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
+    check_rank("to", to, exchange.world_size)
     exchange.await_all("consolidate_state_dict()")
     moved = -(exchange.sent_bytes + exchange.received_bytes)
     file = io.BytesIO()
@@ -486,8 +485,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         >>> len(demopt.reshard([one.state_dict()], world_size=2))
         2
     """
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; give the number of ranks that will load the states")
+    check_count("world_size", world_size)
     if not states:
         raise ValueError("there are no states; give those of all ranks, in the order of the ranks")
     if not all(isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys() for each in states):

@@ -55,6 +55,12 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
     return count
 
 
+def check_rank(name: str, value: Any, world_size: int) -> None:
+    """Raises TypeError or ValueError unless a value is the number of a rank."""
+    if check_count(name, value, low=0) >= world_size:
+        raise ValueError(f"{name} is {value}; there are ranks 0 to {world_size - 1}")
+
+
 def check_choice(name: str, value: Any, known: Iterable[str]) -> Any:
     """Returns the value; ValueError unless it is one of the known names."""
     known = tuple(known)

@@ -115,8 +115,9 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
         ([{**whole, "state": [1]}], 1, "the states are damaged"),
         ([{**whole, "state": {0: {**whole["state"][0], "momentum": None}}}, other], 1, "the states are damaged"),
         ([whole], 0, "world_size is 0"),
+        ([whole], "2", "world_size is '2'; give a whole number"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises((ValueError, TypeError), match=says):
             demopt.reshard(states, ranks_now)
 
 

@@ -113,6 +113,26 @@ def test_impossible_value_is_refused_by_name(makes: Any, name: str, value: Any, 
 
 
 @pytest.mark.parametrize(
+    ("method", "value", "says"),
+    [
+        *(("resync", value, "src is .*; give a whole number") for value in ("a", None, 0.5)),
+        ("consolidate_state_dict", "a", "to is 'a'; give a whole number"),
+        *(("apply", value, "messages is a .*; give the tensor") for value in (5, b"", [])),
+        *(("load_state_dict", value, "this is no optimizer's state") for value in (5, [], None)),
+        *(("regroup", value, "process_group is .*; give a ProcessGroup") for value in (5, "gloo")),
+        *(("add_param_group", value, "param_group is .*; give a dict with params") for value in (5, {}, None)),
+    ],
+)
+def test_methods_refuse_an_argument_of_another_type_by_name(method: str, value: Any, says: str) -> None:
+    for make in (_demo, _local) if method != "add_param_group" else (_demo,):
+        optimizer = make()
+        if method == "apply":
+            optimizer.extract()
+        with pytest.raises(TypeError, match=says):
+            getattr(optimizer, method)(value)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         *({"lr": 0.0}, {"lr": 1}, {"lr": torch.tensor(0.1)}, {"momentum_decay": 0.0}, {"alpha": 1.0}),

@@ -220,6 +220,8 @@ class DeMo(ReplicatedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
+        if not (isinstance(param_group, dict) and "params" in param_group):
+            raise TypeError(f"param_group is {param_group!r}; give a dict with params")
         if isinstance(codec := param_group.get("codec"), Codec):
             rest = {name: value for name, value in param_group.items() if name != "codec"}
             param_group = {**codec.hyperparameters(), **rest}

@@ -41,7 +41,7 @@ from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read_result
 from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
-from demopt.validation import warn
+from demopt.validation import check_rank, warn
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
@@ -509,8 +509,7 @@ class Replicator:
         """
         self.require_idle("resync")
         wiring, exchange = self.wiring(), self.session.exchange
-        if not 0 <= src < exchange.world_size:
-            raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+        check_rank("src", src, exchange.world_size)
         self.session.settle(wiring)
         exchange.await_all("resync()")
         number = self.round_number.to(wiring.device, copy=True).view(1)

@@ -134,6 +134,8 @@ class Route(ABC):
 
 def read_result(route: Route, messages: Tensor) -> Result:
     """Reads the result of a route's `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
+    if not isinstance(messages, Tensor):
+        raise TypeError(f"messages is a {type(messages).__name__}; give the tensor of all messages, uint8 [W, B]")
     fits = messages.dim() == 2 and messages.shape[1] == route.widths[1] and messages.dtype == torch.uint8
     if route.device.type == "cpu" or not fits:
         return Result(messages, messages._version, read_headers(messages))
