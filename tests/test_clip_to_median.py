@@ -107,10 +107,10 @@ def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter() -> 
 
 
 def test_security_samples_count_up_to_the_medians() -> None:
-    """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others."""
+    """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others; of two, each has its own."""
 
-    def update(samples: int, clip: bool) -> Tensor:
-        optimizers, messages = _built([0, 1, 2, 3], [], clip)
+    def update(samples: int, clip: bool, ranks: int = 4) -> Tensor:
+        optimizers, messages = _built([*range(ranks)], [], clip)
         header, size = optimizers[0].replicator.round.header, messages.shape[1] - HEADER_BYTES
         messages = messages.clone()
         loud = Header(**{**vars(header), "samples": samples})
@@ -119,6 +119,7 @@ def test_security_samples_count_up_to_the_medians() -> None:
 
     assert torch.equal(update(2**32 - 1, True), update(1, True))
     assert not torch.equal(update(2**32 - 1, False), update(1, False))
+    assert not torch.equal(update(5, True, ranks=2), update(1, True, ranks=2))
 
 
 def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:

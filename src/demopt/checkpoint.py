@@ -12,6 +12,7 @@ is the process's of the parameters that are sharded inside a node (FSDP2), one n
 """
 
 import io
+import itertools
 import pathlib
 import pickle
 import re
@@ -65,14 +66,14 @@ class LoadPlanner(DefaultLoadPlanner):
             if not (match := _KEY.fullmatch(key)):
                 continue
             prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
-            old_size = sum(f"{prefix}rank{old}{rest}" in saved for old in range(len(saved)))  # ranks that saved it
+            old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in saved)
             now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
             for old in overlaps(rank, now, old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that the file lacks, because fewer ranks saved it. One that is there stays: without it
-            # DCP would take the file for one of torch 2.3.
+            # DCP refuses a key that the file lacks, because fewer ranks saved it. One that the file has stays, even if
+            # another rank takes over from it: without any DCP would take the file for one of torch 2.3.
             if old_size and key not in saved:
                 del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
 
@@ -139,7 +140,8 @@ class OptimizerState:
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
             # `LoadPlanner` has requested the keys of `overlaps`, whoever saved them. At an own key that the file lacks
-            # there is None, or with older torch the entry of now, which nobody takes over: fewer ranks saved the file.
+            # there is None, or with older torch the entry of now: its rank is above all that saved the file, so
+            # `overlaps` never names it.
             if not (match := _KEY.fullmatch(key)) or entry is None:
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})

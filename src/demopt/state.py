@@ -224,7 +224,8 @@ def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparam
         expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
         if (came := _outline(entry.get(name))) != expected:
             raise ValueError(
-                f"{where} (shape {list(parameter.shape)}) should hold a {name} of shape {expected}, but holds {came}: "
+                f"{where} (shape {list(parameter.shape)}) should hold a {saved.name_there(name)} of shape {expected}, "
+                f"but holds {came}: "
                 "it was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
@@ -236,7 +237,7 @@ def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparam
             )
     for name in (*names, OWNER_ERROR):
         if name in entry and not entry[name].isfinite().all():
-            raise ValueError(f"the {name} of parameter {number} in the state is not finite")
+            raise ValueError(f"the {saved.name_there(name)} of parameter {number} in the state is not finite")
 
 
 # The rank that saved a state
@@ -446,15 +447,25 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
             own = dict(chosen.own)
             for name in AVERAGED:
                 if any(name in saved.own for saved in parts.values()):
-                    # a rank whose local weights, or start, are the global weights has left them out
-                    instead = None if name == "momentum" else chosen.shared["global"]
-                    own[name] = _mean([(saved.own.get(name, instead), mine[old]) for old, saved in parts.items()])
+                    own[name] = _mean([(_own_value(saved, name), mine[old]) for old, saved in parts.items()])
         except (LookupError, AttributeError, RuntimeError, TypeError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
         if saved_by := SavedBy.of(own):
             own[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
         taken[number] = replace(chosen, own=own).entry()
     return {**states[largest], "state": taken}
+
+
+def _own_value(saved: SavedParameter, name: str) -> Any:
+    """Returns what a rank has under a name of AVERAGED: it has left out weights that are the global ones.
+
+    Local weights that are not finite count as their start: that rank would drop its steps (`LocalWeights.keep`).
+    """
+    if name == "momentum":
+        return saved.own.get(name)
+    start = saved.own.get("start", saved.shared["global"])
+    local = saved.own.get("local", saved.shared["global"])
+    return local if name == "local" and bool(local.isfinite().all()) else start
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:

@@ -103,6 +103,16 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
         assert {int(entry["local_steps"]) for entry in new} == {2}
 
 
+def test_local_weights_that_are_not_finite_drop_the_steps_of_their_rank_alone() -> None:
+    before = ranks.threads(_save_local, 2, False, {"top_k": 24})
+    (alone,) = demopt.reshard(before, 1)
+    before[0]["state"][0]["local"] = before[0]["state"][0]["global"] + torch.inf
+    (taken,) = demopt.reshard(before, 1)
+    old, entry = before[1]["state"][0], taken["state"][0]
+    torch.testing.assert_close(2 * (entry["global"] - entry["local"]), old["global"] - old["local"])
+    assert torch.equal(taken["state"][1]["local"], alone["state"][1]["local"])
+
+
 def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
     whole, other = _states(2)
     later = {n: {**entry, "step": entry["step"] + 1} for n, entry in other["state"].items()}

@@ -90,6 +90,10 @@ def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
     with pytest.warns(UserWarning, match="1 step after the last round"):
         optimizer.state_dict()
     optimizer.state_dict()
+    late = make(delay=1, sync_every=1)
+    train(late, range(1))
+    with pytest.warns(UserWarning, match=r"saved before its round was applied.*with delay after flush\(\)"):
+        late.state_dict()
 
 
 def test_shared_shows_the_global_weights_and_takes_them_back() -> None:

@@ -102,7 +102,7 @@ class Tokens:
         self.mark_applied()
 
     def mark_applied(self) -> None:
-        if self.round.outcome.row is not None and self.round.data:
+        if self.round.outcome.row is not None and self.round.in_momentum:
             sent = tokens_of(self.round.message)
             self.pending = [token for token in self.pending if token not in sent]
         self.round = None
@@ -114,8 +114,8 @@ class Tokens:
         """Nothing goes on in the background."""
 
     def round_of(self, message: torch.Tensor, attached: Any, in_momentum: bool) -> Any:
-        known = {"message": message, "data": [message] * in_momentum, "attached": attached}
-        return types.SimpleNamespace(header=self.header(None), outcome=None, **known)
+        known = {"message": message, "attached": attached, "in_momentum": in_momentum, "outcome": None}
+        return types.SimpleNamespace(header=self.header(None), **known)
 
     def clear_momentum(self) -> None:
         self.dropped |= {*self.pending}
@@ -278,11 +278,9 @@ class Worker:
                 again = True
                 while again:  # a round, as LocalDeMo does it
                     if self.folder.is_open:
-                        self.folder.exchange_and_apply()
-                        self.folder.catch_up()
+                        self._round()
                     self.tokens.extract()
-                    self.folder.exchange_and_apply()
-                    self.folder.catch_up()
+                    self._round()
                     self.rested()
                     again = self.folder.sends_again
         except Crash:
@@ -292,6 +290,11 @@ class Worker:
             if self.run.joined:
                 self.save()
         self.ended()
+
+    def _round(self) -> None:
+        self.folder.exchange_and_apply()
+        if self.folder.is_behind:
+            self.folder.catch_up()
 
 
 class InTurns(Worker):

@@ -143,14 +143,12 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.replicator.require_idle("step")  # a round that the user began is not rolled back
         try:
-            self.extract()  # outside of the inner try: its error must not roll back a round that the user began
-            try:
-                self.apply(self.replicator.exchange())
-            except BaseException:
-                self.rollback()
-                raise
+            self.extract()
+            self.apply(self.replicator.exchange())
         except BaseException:
+            self.rollback()
             forget_scale(self)
             raise
         return loss

@@ -31,6 +31,7 @@ from demopt.codec.hyperparameters import Codec, codec_of
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
+from demopt.interrupts import uninterrupted
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
 from demopt.optim.mistakes import Mistakes, look_at_models
@@ -262,8 +263,9 @@ class LocalDeMo(ReplicatedOptimizer):
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._before_change("apply")
         current = self.replicator.round
-        self.replicator.apply(messages)
-        self._set_weights(finite=current is not None and current.finite)
+        with uninterrupted():
+            self.replicator.apply(messages)
+            self._set_weights(finite=current is not None and current.finite)
 
     @unrecorded
     def rollback(self) -> None:
@@ -423,26 +425,34 @@ class LocalDeMo(ReplicatedOptimizer):
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(alone=self._rounds.in_step)
+        sent = Stats()  # in this step
         while True:
             self._end_open_round()
-            background = self.replicator.options.background
-            current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it then
+            self.replicator.require_idle("step")
+            background, current = self.replicator.options.background, None
             try:
+                current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
                     self._rounds.exchange_and_apply()
                 elif current.work is None:
                     self.replicator.send()
-            except BaseException:
-                self._weights.keep(current.finite)
-                if self._left_open:
-                    self.local_steps = 0  # the open round has them
-                    # It may move the global weights later: local ones that are equal to them now, after dropped steps,
-                    # count from here too.
-                    if not current.finite:
-                        self._weights.hold()
+                self._set_weights(current.finite)
+            except BaseException:  # an interrupt may come before or after each line
+                abandoned = self.replicator.round or current
+                if abandoned is not None and self.replicator.in_flight:
+                    self._set_weights(abandoned.finite)
+                elif abandoned is not None:  # otherwise D has not entered the error
+                    self.replicator.rollback()
+                    self._weights.keep(abandoned.finite)
+                    if self._left_open:
+                        self.local_steps = 0  # the open round has them
+                        # It may move the global weights later: local ones that are equal to them now, after dropped
+                        # steps, count from here too.
+                        if not abandoned.finite:
+                            self._weights.hold()
                 raise
-            self._set_weights(current.finite)
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
+            self.replicator.stats = sent = self.replicator.stats.after(sent)
             if not self._rounds.sends_again:
                 return
 
@@ -477,13 +487,14 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.look_at_rates()
         return current
 
+    @uninterrupted()
     def _set_weights(self, finite: bool) -> None:
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where a folder's round was not applied: `extract` has reset `skipped`; `_catch_up` goes on
+        else:  # also where a folder's round was not applied: these are then its `stats` after `extract`
             self._weights.adopt()
         self.local_steps = 0
 
@@ -617,10 +628,11 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        kept = self._rounds.entry()
-        if self.replicator.round is None:  # an inner optimizer may have got groups since the last step
+        folder = self._rounds.entry()
+        # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
+        if self.replicator.round is None:
             self._follow_inner()
-        return {**super().own_state_dict(), **({"folder": kept} if kept else {})}
+        return {**super().own_state_dict(), **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
@@ -628,8 +640,8 @@ class LocalDeMo(ReplicatedOptimizer):
         check_sizes(state_dict, self.param_groups)
         settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
         saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
-        kept = state_dict.get("folder", {})
-        self._rounds.check_entry(kept)
+        folder = state_dict.get("folder", {})
+        self._rounds.check_entry(folder)
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         self._inner.load(state_dict["param_groups"], inner)
@@ -640,7 +652,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
         self._is_trained = self._is_trained or self.local_steps > 0
-        self._rounds.restore(kept)
+        self._rounds.restore(folder)
 
     # Copies
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from demopt.exchange.dtensor import like_on, to_local
+from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.state import SavedParameter
 from demopt.wire.checksum import fingerprint
@@ -100,6 +101,7 @@ class LocalWeights:
             self.notice_loaded()
             self.untouched = False
 
+    @uninterrupted()
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
         self.start_of, self._extracted_from = {}, {}
@@ -123,6 +125,7 @@ class LocalWeights:
         starts = [self._start(local, weight) if local.requires_grad else None for local, weight in pairs]
         return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
+    @uninterrupted()
     def keep(self, finite: bool = True) -> None:
         """After a round that was skipped or failed: D is in the error, and the next one counts from here.
 
@@ -131,19 +134,25 @@ class LocalWeights:
         if not finite:
             self.adopt()
             return
-        self.start_of, self._extracted_from = self._beside(), {}
-        self._copy(self.start_of.items())
+        starts = self._beside()
+        self._copy(starts.items())
+        self.start_of, self._extracted_from = starts, {}
 
+    @uninterrupted()
     def hold(self) -> None:
         """Before the global weights move by others' rounds: D counts from them as they are now, until `land`."""
-        self.start_of = self._beside()
-        self._copy((self.global_of[local], start) for local, start in self.start_of.items())
+        starts = self._beside()
+        self._copy((self.global_of[local], start) for local, start in starts.items())
+        self.start_of = starts
 
+    @uninterrupted()
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        self._go_by_own_steps(self._extracted_from, finite)
-        self.keep()
+        if self._extracted_from:  # otherwise that was done, before an interrupt
+            self._go_by_own_steps(self._extracted_from, finite)
+            self.keep()
 
+    @uninterrupted()
     def land(self) -> None:
         """local <- global - D, which was not sent: after `hold`, and with delay after the last round in flight."""
         if self.start_of:
@@ -199,7 +208,8 @@ class LocalWeights:
             own = saved[local].own
             self._copy([(own.get("local", global_weight), local)])
             if "start" in own:
-                self.start_of[local] = like_on(local, to_local(global_weight).device).copy_(own["start"])
+                self.start_of[local] = like_on(local, to_local(global_weight).device)
+                self._copy([(own["start"], self.start_of[local])])
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         start = self.start_of.get(local)  # none of a parameter that has begun to train since

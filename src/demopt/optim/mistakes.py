@@ -191,7 +191,7 @@ class Mistakes:
         if optimizer.weights_differ and not optimizer._weights.aside:
             optimizer.warn_once(
                 "evaluated",
-                f"the model ran in eval() {self._since_round} after the last round, with the local weights of "
+                f"the model ran in eval() {self._since_round}, with the local weights of "
                 f"rank {optimizer.replicator.rank_and_size[0]}: evaluate inside `with optimizer.shared():`, where it "
                 "has the global weights, the same on all ranks",
             )
@@ -201,13 +201,14 @@ class Mistakes:
         if self._optimizer.weights_differ and not self._optimizer._weights.aside:
             self._optimizer.warn_once(
                 "saved",
-                f"the state was saved {self._since_round} after the last round, when the model has this rank's "
-                "local weights; save right after a round, or inside `with optimizer.shared():`",
+                f"the state was saved {self._since_round}, when the model has this rank's local weights; save inside "
+                "`with optimizer.shared():`, or right after a round, with delay after flush()",
             )
 
     @property
     def _since_round(self) -> str:
-        return f"{self._optimizer.local_steps} step{'s' * (self._optimizer.local_steps != 1)}"
+        steps = self._optimizer.local_steps
+        return f"{steps} step{'s' * (steps != 1)} after the last round" if steps else "before its round was applied"
 
 
 def _rate(group: dict[str, Any]) -> float:

@@ -36,6 +36,7 @@ from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
+from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
 from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read_result
@@ -82,6 +83,16 @@ class Stats:
         spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
         return replace(self, seconds={**self.seconds, stage: spent}, **changes)
 
+    def after(self, earlier: "Stats") -> "Stats":
+        """Returns a copy with the bytes and seconds of an earlier round in the same step added."""
+        bytes_of = ("payload_bytes", "sent_bytes", "received_bytes")
+        stages = {**earlier.seconds, **self.seconds}
+        return replace(
+            self,
+            **{name: getattr(earlier, name) + getattr(self, name) for name in bytes_of},
+            seconds={stage: earlier.seconds.get(stage, 0.0) + self.seconds.get(stage, 0.0) for stage in stages},
+        )
+
 
 @dataclass
 class Round:
@@ -109,6 +120,11 @@ class Round:
     def finite(self) -> bool:
         """Whether this rank's gradients were finite, and so are in the message."""
         return not self.header.flags & NONFINITE
+
+    @property
+    def in_momentum(self) -> bool:
+        """Whether the momentum has the message's content; not if it was not finite, or is later than a loaded state."""
+        return bool(self.data)
 
 
 class Replicator:
@@ -213,10 +229,11 @@ class Replicator:
         If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         current, factor = self._prepared(gradients, unscale, minus)
-        self._compress(current, gradients, factor, minus)
-        self.round = current
-        if not self.options.background:
-            self.stats = current.stats
+        with uninterrupted():  # what has entered the momentum is in a round
+            self._compress(current, gradients, factor, minus)
+            self.round = current
+            if not self.options.background:
+                self.stats = current.stats  # of this round: not `skipped` yet
         assert current.message is not None
         return current.message
 
@@ -368,6 +385,7 @@ class Replicator:
         result.decoded, result.skipped = decoded, bool(flags & NONFINITE)
         return result
 
+    @uninterrupted()
     def apply(self, messages: Tensor) -> None:
         """Steps 6 to 8: checks all of the result, then updates parameters and momentum.
 
@@ -382,7 +400,7 @@ class Replicator:
             wiring, number = current.wiring, current.header.round_number
             with record_function("demopt.apply"):
                 wiring.route.apply(result.decoded, number)
-                if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
+                if current.in_momentum and current.row is not None:  # otherwise a later round sends it
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
@@ -429,7 +447,8 @@ class Replicator:
             self.rollback()
             raise
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
-        current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
+        with uninterrupted():
+            current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
     def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
         """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
@@ -453,8 +472,9 @@ class Replicator:
                 return messages
 
         current.extracted = extracted
-        self.round = current
-        current.work = self.session.submit(work, None)
+        with uninterrupted():
+            self.round = current
+            current.work = self.session.submit(work, None)
 
     def _read_ahead(self, current: Round, messages: Tensor) -> Result | None:
         """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
@@ -560,6 +580,7 @@ class Replicator:
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
         return new.message
 
+    @uninterrupted()
     def mark_applied(self, detached: Round | None = None) -> None:
         """Ends the round, or a detached one: what was sent leaves the momentum; weights and number come from a peer."""
         current = self._current() if detached is None else detached

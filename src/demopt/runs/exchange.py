@@ -46,7 +46,7 @@ from demopt.runs.store import Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
 from demopt.validation import check_count, check_number
 from demopt.version import __version__
-from demopt.wire.message import NONFINITE, Header
+from demopt.wire.message import Header
 
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
@@ -303,7 +303,7 @@ class FolderExchange(VaryingExchange):
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
-        self.unsent = 0  # the note has them; who wrote it adds them again if the message is left out
+        self.unsent = 0  # the note has them; who wrote it, as `train/runs/worker.py`, adds them if it is left out
         return Attached(envelope, self.decided, self.round_began)
 
     @property
@@ -361,7 +361,7 @@ class FolderExchange(VaryingExchange):
         was_there = inbox.undecided_at - put_at > _SEEN
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
-            row, result, error, manifest=manifest, envelope=mine, finite=not header.flags & NONFINITE,
+            row, result, error, manifest=manifest, envelope=mine,
             needed=put_at - attached.round_began,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
@@ -472,10 +472,10 @@ class FolderExchange(VaryingExchange):
         self.received_bytes += sum(self._all(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
-    def end_round(self, outcome: FolderOutcome) -> None:
-        """Notes the end of a round for which this worker sent a message."""
-        manifest = outcome.manifest
-        self.last, self.worker = replace(outcome, result=None), outcome.envelope.worker  # messages may be large
+    def end_round(self, outcome: FolderOutcome, in_momentum: bool) -> None:
+        """Notes the end of a round for which this worker sent a message; `in_momentum` as in `FolderOutcome`."""
+        manifest, self.worker = outcome.manifest, outcome.envelope.worker
+        self.last = replace(outcome, result=None, in_momentum=in_momentum)  # messages may be large
         self.left_out = 0 if outcome.row is not None else self.left_out + 1
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0

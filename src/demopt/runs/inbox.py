@@ -51,12 +51,12 @@ class FolderOutcome(Outcome):
 
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
-    finite: bool  # whether that has this worker's work, which is dropped otherwise
     needed: float  # seconds from the round before until the message was put
     waited: float  # seconds in all
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
+    in_momentum: bool = True  # whether a later round sends the message's work, if this one left it out
 
 
 class Inbox:

@@ -30,7 +30,6 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
         if manifest.before != log.digest_of(run.decided):
             raise MessageError(f"{log.manifest_name(manifest.round)} follows another manifest than the one before it")
         rounds.apply_manifest(manifest)
-        run.follow(manifest)
         if manifest.round + 1 in saved:
             name = log.checkpoint_name(record, manifest.round + 1)
             data = checkpoint_of(replicator, record.identity, manifest.digest)

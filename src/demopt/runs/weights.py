@@ -20,6 +20,7 @@ from torch import Tensor
 
 from demopt.errors import DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange.dtensor import to_local
+from demopt.interrupts import uninterrupted
 from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
@@ -60,7 +61,7 @@ class SavedWorker:
     worker: str
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
-    is_settled: bool  # the error accounts for this worker's message of the round, which the weights do not have
+    is_settled: bool  # the error has met the manifest of the round, which the weights do not have
     read: list[int]  # numbers of sequences that no manifest has as read
 
     @staticmethod
@@ -114,8 +115,8 @@ class FolderRounds(Rounds):
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         self._saved_at = math.inf  # in `join`: the round of a state that may be older than this worker's last message
-        # The round whose own message the error accounts for, while the weights do not have the round yet: after a
-        # CoveredError or DriftError, or from a state that holds that message.
+        # The round after whose manifest `_meet_own` has nothing to correct, while the weights do not have it yet. The
+        # error has met it (a CoveredError or DriftError came then), or the message is here to meet it (of a state).
         self._accounted_round = -1
 
     @property
@@ -265,7 +266,6 @@ class FolderRounds(Rounds):
         if not self.has_joined:
             self.join()
         self._load_newest(least=0)
-        self.is_behind = True
         self.catch_up()
 
     # A round
@@ -279,20 +279,24 @@ class FolderRounds(Rounds):
 
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
         """
-        replicator, drift = self.replicator, None
-        if self._open is not None:
-            replicator.round, self._open = self._open, None
-        current = replicator.round
+        replicator, current = self.replicator, self._open or self.replicator.round
+        assert current is not None
         try:
-            replicator.apply(replicator.exchange())
+            replicator.round, self._open = current, None
+            messages = replicator.exchange()
+            with uninterrupted():  # so that `decided` is the manifest of the weights
+                replicator.apply(messages)
+                outcome = self._end_round(current)
         except (CoveredError, DriftError) as error:
             # `exchange` has noted the outcome: if it has a row, this worker's message leaves the error. Weights and
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
-            if current is not None and (current.data or current.row is None):  # not if a state still holds what it sent
+            if current.in_momentum or current.row is None:
                 self._accounted_round = self._number  # for a state that is saved before `catch_up`
-            drift = error if isinstance(error, DriftError) else None
+            if isinstance(error, DriftError):
+                raise
+            outcome = self._end_round(current)
         except ForkedError as error:
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
@@ -302,16 +306,17 @@ class FolderRounds(Rounds):
             if not replicator.in_flight:
                 self._open, replicator.round = replicator.round, None
             raise
-        assert current is not None
-        outcome = current.outcome
-        assert isinstance(outcome, FolderOutcome)
-        if drift is not None:
-            raise drift
-        self.run.end_round(outcome)
-        # Left out: this round is applied, but later ones may be decided already.
-        self.is_behind = outcome.row is None or outcome.error is not None
         if not self.is_behind:
             self._take_turn(outcome)
+
+    def _end_round(self, current: Round) -> FolderOutcome:
+        """Notes the outcome of a round for which this worker has sent a message."""
+        outcome = current.outcome
+        assert isinstance(outcome, FolderOutcome)
+        self.run.end_round(outcome, current.in_momentum)
+        # Left out: this round is applied, but later ones may be decided already.
+        self.is_behind = outcome.row is None or outcome.error is not None
+        return outcome
 
     def _take_turn(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one.
@@ -345,8 +350,6 @@ class FolderRounds(Rounds):
 
     def catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
-        if not self.is_behind:
-            return
         self._follow_run()
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
@@ -372,7 +375,6 @@ class FolderRounds(Rounds):
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
-                run.follow(manifest)
                 self._meet_own(manifest)
                 rounds += 1
                 if asks and rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
@@ -390,7 +392,9 @@ class FolderRounds(Rounds):
         wiring = self.replicator.wiring()
         received = self.run.received_bytes
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
-        self.replicator.apply_missed(result, self.run.received_bytes - received)
+        with uninterrupted():
+            self.replicator.apply_missed(result, self.run.received_bytes - received)
+            self.run.follow(manifest)
 
     def _hello_ahead(self, seconds: float) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
@@ -481,10 +485,11 @@ class FolderRounds(Rounds):
             raise MessageError(f"{name} is damaged, or of another run or model")
         if head.get("before") != log.digest_of(before):
             raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
-        for tensor, value in zip(tensors, found, strict=True):
-            tensor.copy_(value)
-        self.replicator.round_number.fill_(number)
-        run.decided, self._weights_of = before, run.record.identity
+        with uninterrupted():
+            for tensor, value in zip(tensors, found, strict=True):
+                tensor.copy_(value)
+            self.replicator.round_number.fill_(number)
+            run.decided, self._weights_of = before, run.record.identity
 
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
@@ -547,7 +552,7 @@ class FolderRounds(Rounds):
         self.replicator.let_extract()
         run, current, before = self.run, self._open or self.replicator.round, log.digest_of(self.run.decided)
         message = None
-        if current is not None and current.data and current.message is not None:  # data: the error has its content
+        if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
         accounted, read = self._accounted_round == self._number, sorted(run.numbers_read)
         saved = SavedWorker(run.record.identity, run.worker, before, message, is_settled=accounted, read=read)

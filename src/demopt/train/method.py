@@ -70,22 +70,21 @@ class Method:
             row: Row = {"payload_bytes": dense, "sent_bytes": traffic, "received_bytes": traffic}
             row["optimizer_seconds"] = time.perf_counter() - began
             return row | {"exchange_seconds": None}  # DDP exchanges during backward
-        parts = [optimizer.stats]
+        stats = optimizer.stats
         if isinstance(optimizer, LocalDeMo):
             if pause and optimizer.replicator.in_flight:
                 optimizer.flush()
-                parts.append(optimizer.stats)
+                stats = optimizer.stats.after(stats)
             if last and optimizer.local_steps:
                 optimizer.apply(optimizer.exchange(optimizer.extract()))
-                parts.append(optimizer.stats)
-        return cost_of(parts, time.perf_counter() - began)
+                stats = optimizer.stats.after(stats)
+        return cost_of(stats, time.perf_counter() - began)
 
 
-def cost_of(parts: list[Stats], seconds: float) -> Row:
-    """Returns the cost of a step that took `seconds`, from the statistics of its rounds."""
-    bytes_of = ("payload_bytes", "sent_bytes", "received_bytes")
-    exchange = sum(part.seconds.get("exchange", 0.0) for part in parts)
-    traffic = {name: sum(getattr(part, name) for part in parts) for name in bytes_of}
+def cost_of(stats: Stats, seconds: float) -> Row:
+    """Returns the cost of a step that took `seconds`."""
+    exchange = stats.seconds.get("exchange", 0.0)
+    traffic = {name: getattr(stats, name) for name in ("payload_bytes", "sent_bytes", "received_bytes")}
     return {**traffic, "optimizer_seconds": seconds - exchange, "exchange_seconds": exchange}
 
 

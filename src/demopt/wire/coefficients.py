@@ -247,8 +247,8 @@ class SignBits(Coefficients):
         return replace(self, codes=self.codes.to(torch.int16))
 
     def clipped_to_median(self) -> Coefficients:
-        """The median of the samples, too."""
-        most = sorted(self.samples)[(len(self.samples) - 1) // 2]
+        """The samples, too, to the upper median: of two ranks each counts by its own."""
+        most = sorted(self.samples)[len(self.samples) // 2]
         samples = tuple(min(count, most) for count in self.samples)
         return replace(self, codes=torch.minimum(self.codes, _median(self.codes)), samples=samples, top=None)
 

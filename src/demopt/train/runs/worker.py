@@ -19,6 +19,7 @@ from torch import nn
 from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
+from demopt.replicator.replicator import Stats
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import FolderOutcome
@@ -258,11 +259,12 @@ class Worker:
         self.optimizer.local_step()
         self.sizes.measured(self._step_sequences, seconds)
         has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
+        stats = self.optimizer.stats
         if run.leaving or has_read_all or self.optimizer.due:
-            self._finish_round(row["loss"])
-        stats, senders = self.optimizer.stats, run.decided.senders if run.decided else ()
+            stats = self._finish_round(row["loss"])
+        senders = run.decided.senders if run.decided else ()
         row |= {"batch": self._step_sequences, "workers": max(1, len(senders)), **self._heard}
-        row |= cost_of([stats], sum(stats.seconds.values()))
+        row |= cost_of(stats, sum(stats.seconds.values()))
         self._heard = {}
         # Whether this was the last step is not known yet if the next round gives nothing more: then its row waits.
         return pause or self.ended or not has_read_all
@@ -277,17 +279,19 @@ class Worker:
         ahead = 2 if self.optimizer.replicator.options.background else 1
         self.run.wanted = self.sizes.of(self.run.worker) * self.config.sync_every * ahead
 
-    def _finish_round(self, loss: float) -> None:
-        """Finishes the round, with this worker's numbers beside its message; `loss`: of the step."""
+    def _finish_round(self, loss: float) -> Stats:
+        """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
-        self.optimizer.finish_round()  # of several messages all have this note, and the last outcome counts
+        self.optimizer.finish_round()  # may send again (`sends_again`): all have this note, the last outcome counts
         self._hear(loss)
+        stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
         if self.run.leaving:
             self.optimizer.flush()
             self._hear(loss)
+        return self.optimizer.stats.after(stats) if self.run.leaving and in_flight else stats
 
     def _hear(self, loss: float = math.nan) -> None:
         """Notes a new outcome for the next row; reports workers that came, left, or were waited for."""
@@ -295,8 +299,8 @@ class Worker:
         if last is None or last is self._last:
             return
         self._last, manifest = last, last.manifest
-        unsent = int(numbers_of(last.envelope.note).get("sequences", 0)) if last.finite else 0
-        run.unsent += unsent if last.row is None else 0
+        if last.row is None and last.in_momentum:
+            run.unsent += int(numbers_of(last.envelope.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:

@@ -1,0 +1,116 @@
+"""Ctrl-C at any line of the library leaves no round half applied: every step counts once, and no worker forks."""
+
+import random
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from workers import EXACTLY, AtOnce, Counter, replayed, times_applied
+
+import demopt
+from demopt.exchange import SingleRank
+from demopt.interrupts import uninterrupted
+from demopt.runs.store import ObjectStore
+from demopt.runs.weights import weights_digest
+
+SOURCE = str(Path(demopt.__file__).parent)
+
+
+class CtrlC:
+    """Raises SIGINT at a line of the library that the main thread executes, counted from 1; never in other threads."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self.lines += event == "line"
+        if self.lines >= self.at and not _in_background(frame):
+            self.at = float("inf")
+            signal.raise_signal(signal.SIGINT)
+        return self._line
+
+    def __enter__(self) -> None:
+        sys.settrace(self)
+
+    def __exit__(self, kind: Any, *rest: Any) -> bool:
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+
+def _in_background(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not AtOnce.submit.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.usefixtures("still")
+def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in_the_run(delay: int) -> None:
+    lines = _interrupted(delay, float("inf"))
+    for at in random.Random(delay).sample(range(1, lines), 25):
+        _interrupted(delay, at)
+
+
+def _interrupted(delay: int, at: float) -> int:
+    """Interrupts one of two workers in two steps, of which the second has a round; returns the lines of these."""
+    store = ObjectStore()
+    workers = [Counter(store, number, delay) for number in range(2)]
+    ctrl_c = CtrlC(at)
+    for taken in range(8):
+        for worker in workers:
+            if worker.number == 0 and taken in (3, 4):
+                with ctrl_c:
+                    worker.step()
+            else:
+                worker.step()
+    times = times_applied(store, workers)
+    assert times[1] == [1.0] * 8, at
+    assert [times[0][step] for step in (0, 1, 2, 5, 6, 7)] == [1.0] * 6, at
+    assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that out
+    assert weights_digest(workers[0].optimizer.replicator) == replayed(store)[-1], at
+    return ctrl_c.lines
+
+
+def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later() -> None:
+    def interrupted(at: float) -> int:
+        parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)
+        del codec["error_decay"]
+        optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, process_group=SingleRank(), update="sgd", **codec)
+        ctrl_c = CtrlC(at)
+        for step in range(4):
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad[step] = 1.0
+            if step == 1:
+                with ctrl_c:
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert -parameter[1].item() in (0.0, 0.25, 0.5), at  # half if the momentum kept it for the step after
+        assert (-parameter[[0, 2, 3]]).tolist() == [0.5] * 3, at
+        return ctrl_c.lines
+
+    lines = interrupted(float("inf"))
+    for at in random.Random(0).sample(range(1, lines), 60):
+        interrupted(at)
+
+
+def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_before() -> None:
+    before, done = signal.getsignal(signal.SIGINT), list[str]()
+
+    def interrupted() -> None:
+        with uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (done, signal.getsignal(signal.SIGINT)) == (["inner", "outer"], before)
