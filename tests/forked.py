@@ -46,7 +46,7 @@ def elastic_launch(how: Any, python: str) -> Callable[..., Any]:
 def torchrun(
     script: Path, *arguments: str, ranks: int, cwd: Path, restarts: int = 0
 ) -> "subprocess.CompletedProcess[str]":
-    """`torchrun --standalone --nproc-per-node RANKS SCRIPT ARGUMENTS`, with this process as the launcher."""
+    """`torchrun --standalone --nproc-per-node RANKS SCRIPT ARGUMENTS` succeeds, with this process as the launcher."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
@@ -57,16 +57,15 @@ def torchrun(
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=restarts,
             logs_specs=DefaultLogsSpecs(log_dir=scratch), signals_to_handle="SIGQUIT",  # the others are of this process
         )  # fmt: skip
-        before, code = Path.cwd(), 0
+        before = Path.cwd()
         os.chdir(cwd)
         try:
             elastic_launch(how, sys.executable)(str(script), *arguments)
         except ChildFailedError as error:
-            print(error, file=sys.stderr)
-            code = 1
+            raise AssertionError(f"{error}\n{read(err)[-5000:]}") from error
         finally:
             os.chdir(before)
-        return subprocess.CompletedProcess([str(script), *arguments], code, read(out), read(err))
+        return subprocess.CompletedProcess([str(script), *arguments], 0, read(out), read(err))
 
 
 def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str] | None" = None) -> None:

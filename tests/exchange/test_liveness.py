@@ -4,7 +4,6 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -28,10 +27,10 @@ def _failure(exchange: Collective) -> str:
     return str(caught.value)
 
 
-def _met(**how: Any) -> Collective:
+def _met() -> Collective:
     """An exchange whose ranks know each other's machines."""
     liveness.ANSWER_SECONDS = ANSWER_SECONDS
-    exchange = Collective(**how)
+    exchange = Collective()
     exchange.all_gather(torch.zeros(4))
     while len(exchange._liveness._hosts) < exchange.world_size:
         time.sleep(0.05)

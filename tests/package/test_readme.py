@@ -20,13 +20,6 @@ LAUNCH = ROOT / "examples" / "launch"
 SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--threads", "1"]
 
 
-def _printed(folder: Path, name: str, ranks: int = 2) -> str:
-    """What ranks print that run a script."""
-    done = forked.torchrun(folder / name, ranks=ranks, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def _snippets(document: str) -> list[str]:
     """The Python blocks of a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
@@ -35,7 +28,7 @@ def _snippets(document: str) -> list[str]:
 def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
     (script,) = _snippets("README.md")
     (tmp_path / "script.py").write_text(script)
-    printed = _printed(tmp_path, "script.py", ranks=4)
+    printed = forked.torchrun(tmp_path / "script.py", ranks=4, cwd=tmp_path).stdout
     told = re.findall(r"rank (\d): (loss [\d.]+), ([\d,]+ bytes per step), weights ([0-9a-f]+)", printed)
     assert sorted(rank for rank, *_ in told) == ["0", "1", "2", "3"]
     assert len({fingerprint for *_, fingerprint in told}) == 1
@@ -45,7 +38,7 @@ def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
 def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
     (script,) = _snippets("docs/migrate.md")
     (tmp_path / "script.py").write_text(script)
-    printed = [_printed(tmp_path, "script.py") for _ in range(2)]
+    printed = [forked.torchrun(tmp_path / "script.py", ranks=2, cwd=tmp_path).stdout for _ in range(2)]
     assert [re.findall(r"steps (\d+) to", text) for text in printed] == [["0", "0"], ["100", "100"]]
     whole, resumed = (re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", text) for text in printed)
     assert len(whole) == 2
