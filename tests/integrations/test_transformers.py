@@ -40,6 +40,13 @@ def test_callback_applies_a_round_in_flight_before_the_trainer_saves() -> None:
         assert optimizer.replicator.in_flight == (not control.should_save)
 
 
+def test_callback_refuses_a_trainer_that_saves_behind_its_back() -> None:
+    parts = {"optimizer": demopt.DeMo(problems.parameters([(4, 4)]), lr=0.1), "model": torch.nn.Linear(2, 2)}
+    arguments = TrainingArguments("unused", enable_jit_checkpoint=True)
+    with pytest.raises(ValueError, match="enable_jit_checkpoint saves weights and state of rank 0 alone"):
+        DeMoCallback().on_train_begin(arguments, TrainerState(), TrainerControl(), **parts)
+
+
 def test_callback_refuses_the_trainers_default_optimizer_before_training() -> None:
     parts = {"optimizer": torch.optim.AdamW(problems.parameters([(4, 4)])), "model": torch.nn.Linear(2, 2)}
     with pytest.raises(TypeError, match="the optimizer is AdamW, and with DeMoCallback only DeMo and LocalDeMo"):
@@ -86,40 +93,63 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks:
 
 
 def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[list[float], tuple[str, float], float]:
-    """The sums of weights at each evaluation, in the last checkpoint with its name, and in the model after training."""
+    """The sums of weights at each evaluation, in the last checkpoint with its name, and in the model after training.
+
+    `strategy`: of saving; or the hook of a callback after ours, which decides to evaluate and save.
+    """
     seen = list[float]()
 
-    class Look(TrainerCallback):
-        def on_evaluate(self, *given: Any, **parts: Any) -> None:
-            seen.append(parameters_to_vector(parts["model"].parameters()).detach().double().sum().item())
+    def look(*given: Any, model: Any, **parts: Any) -> None:
+        seen.append(parameters_to_vector(model.parameters()).detach().double().sum().item())
 
+    def decide(args: Any, state: Any, control: Any, **parts: Any) -> None:
+        control.should_evaluate = control.should_save = state.global_step in (3, 5)
+
+    other = TrainerCallback()
+    vars(other).update({"on_evaluate": look, strategy: decide})
     rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(32, (24, 16)).unbind()]
+    every = "no" if strategy.startswith("on_") else "steps"
     with accelerate_rank(rank, world_size), warnings.catch_warnings():
+        warnings.filterwarnings("error", "the model ran in eval")
         warnings.filterwarnings("ignore", "rank 0 received")
         arguments = TrainingArguments(
             out, max_steps=5, per_device_train_batch_size=1, report_to="none", use_cpu=True, disable_tqdm=True,
-            eval_strategy="steps", eval_steps=3, save_strategy=strategy, save_steps=3, learning_rate=0.05,
-            load_best_model_at_end=strategy == "best", metric_for_best_model="loss", seed=rank, data_seed=0,
+            eval_strategy=every, eval_steps=3, save_strategy="best" if strategy == "best" else every, save_steps=3,
+            learning_rate=0.05, load_best_model_at_end=strategy == "best", metric_for_best_model="loss", seed=rank,
+            data_seed=0, logging_steps=1,
         )  # fmt: skip
-        model = _model()
-        optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
-        data: Any = {"train_dataset": rows, "eval_dataset": rows[:4]}
-        Trainer(model, arguments, **data, optimizers=(optimizer, None), callbacks=[DeMoCallback(), Look()]).train()
+
+        def trained(resumed: str | None) -> tuple[Any, Trainer]:
+            model = _model()
+            optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
+            data: Any = {"train_dataset": rows, "eval_dataset": rows[:4]}
+            given: Any = {"optimizers": (optimizer, None), "callbacks": [DeMoCallback(), other]}
+            trainer = Trainer(model, arguments, **data, **given)
+            trainer.train(resume_from_checkpoint=resumed)
+            return optimizer, trainer
+
+        optimizer, trainer = trained(None)
         last = max(Path(out).glob("checkpoint-*"), key=lambda path: path.name)
         saved = sum(value.double().sum().item() for value in load_file(last / "model.safetensors").values())
-        after = parameters_to_vector(model.parameters()).detach().double().sum().item()
+        trainer.evaluate()
+        with optimizer.shared():
+            after = parameters_to_vector(trainer.model.parameters()).detach().double().sum().item()
+        if strategy == "steps":
+            arguments.eval_on_start = True
+            trained(f"{out}/checkpoint-3")
         return seen, (last.name, saved), after
 
 
-@pytest.mark.parametrize("strategy", ["steps", "best"])
+@pytest.mark.parametrize("strategy", ["steps", "best", "on_step_end", "on_log"])
 def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(strategy: str, tmp_path: Path) -> None:
     (seen, (checkpoint, saved), after), other = ranks.run(_evaluated, 2, str(tmp_path), strategy)
-    assert len(seen) == 2, "after steps 3 and 5, with rounds after 2 and 4"
-    assert seen[0] != seen[1]
+    third, fifth, end, *resumed = seen
+    assert third != fifth, "after steps 3 and 5, with rounds after 2 and 4"
     assert other[0] == seen, "all ranks evaluate the same weights"
-    assert other[2] == after, "after training all ranks have the same weights"
-    assert saved == pytest.approx(seen[checkpoint == "checkpoint-5"], rel=1e-6)
+    assert other[2] == after == end, "after training all ranks have the same weights"
+    assert saved == pytest.approx(fifth if checkpoint == "checkpoint-5" else third, rel=1e-6)
+    assert resumed == ([third, fifth] if strategy == "steps" else [])
     if strategy == "best":
         assert after == pytest.approx(saved, rel=1e-6)
     else:
-        assert after not in seen, "the fifth step is in a last round"
+        assert after not in (third, fifth), "the fifth step is in a last round"

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from demopt.integrations import require_demo
@@ -25,20 +26,31 @@ class DeMoCallback(TrainerCallback):
     When training begins, it stops dense gradient synchronisation (`demopt.unsync`). The Trainer then evaluates and
     saves the global weights of a LocalDeMo; with delay=1 the round in flight is applied before. After each save,
     `optimizer.pt` gets all ranks' states in place of rank 0's, so that resuming restores each rank. When training ends,
-    a last round makes the weights of all ranks equal. TypeError if the Trainer has another optimizer, such as its
-    default AdamW.
+    a last round makes the weights of all ranks equal, unless the best checkpoint was loaded. TypeError if the Trainer
+    has another optimizer, such as its default AdamW; ValueError with `enable_jit_checkpoint`.
     """
 
     def __init__(self) -> None:
         self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
+        self._last = TrainerCallback()  # comes after the user's callbacks, which may decide to save or evaluate
+        vars(self._last).update(dict.fromkeys(("on_step_end", "on_epoch_end", "on_log"), self.on_step_end))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Stops dense synchronisation."""
-        _checked(parts["optimizer"])
-        # Callbacks get the model inside its wrappers, which it has no reference to.
-        wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
-        for model in [parts["model"], *(each for each in wrappers if each.module is parts["model"])]:
-            unsync(model)
+        optimizer = _checked(parts["optimizer"])
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise ValueError(
+                "enable_jit_checkpoint saves weights and state of rank 0 alone; save by save_steps instead"
+            )
+        unsync(parts["model"])
+        # Callbacks get the model inside its wrappers, and have no reference to these, or to the Trainer's handler.
+        for each in gc.get_objects():
+            if type(each) is DistributedDataParallel and each.module is parts["model"]:
+                unsync(each)
+            elif type(each) is CallbackHandler and self in each.callbacks and self._last not in each.callbacks:
+                each.callbacks.append(self._last)
+        if isinstance(optimizer, LocalDeMo) and args.eval_on_start:
+            self._shared.enter_context(optimizer.shared())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Gives the model this rank's local weights back."""
@@ -48,24 +60,27 @@ class DeMoCallback(TrainerCallback):
         """Gives the model the global weights, if the Trainer is to save or evaluate."""
         optimizer = _checked(parts["optimizer"])
         if isinstance(optimizer, LocalDeMo) and (control.should_save or control.should_evaluate):
-            self._shared.close()
             if optimizer.replicator.in_flight:
                 optimizer.flush()
-            self._shared.enter_context(optimizer.shared())
+            self._shared.enter_context(optimizer.shared())  # does nothing inside another one
 
     on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Runs the last round, unless the best checkpoint was loaded."""
+        """Runs the last round; the best checkpoint, if it was loaded, replaces the weights instead."""
         optimizer, weights = _checked(parts["optimizer"]), list(parts["model"].parameters())
         loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         best = [each.detach().clone() for each in weights] if loaded else []
         self._shared.close()
+        if not isinstance(optimizer, LocalDeMo):
+            return
         if loaded:
+            optimizer.flush()
             with torch.no_grad():
-                for weight, value in zip(weights, best, strict=True):
-                    weight.copy_(value)
-        elif isinstance(optimizer, LocalDeMo) and (optimizer.local_steps or optimizer.replicator.in_flight):
+                torch._foreach_copy_(weights, best)
+            optimizer.local_steps = 0
+            optimizer._weights.restore({})  # the global weights follow
+        elif optimizer.local_steps or optimizer.replicator.in_flight:
             optimizer.finish_round(last=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
