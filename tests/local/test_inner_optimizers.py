@@ -122,13 +122,14 @@ def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused(
         problems.local(inner=inner)
 
 
-def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_are_none() -> None:
+def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs_are_none() -> None:
     optimizer = problems.local(inner=Lookahead, sync_every=5)
     train(optimizer, range(1))
     with pytest.warns(UserWarning, match="Lookahead keeps a second copy of the weights"):
         train(optimizer, range(1, 2))
     train(optimizer, range(2, 6))  # and it is said once
     train(problems.local(inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), sync_every=2), range(4))
+    train(problems.local(inner=torch.optim.ASGD, sync_every=2), range(4))
 
 
 # Optimizers that synchronise by themselves

@@ -49,9 +49,15 @@ def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None
         assert "lm_head.weight" in _names(decoder, untied["params"])
 
 
-def test_muon_groups_refuses_a_model_without_matrices() -> None:
+def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split() -> None:
     with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
+    for call in (demopt.muon_groups, demopt.muon_adamw):
+        for frozen in (nn.Linear(2, 2).requires_grad_(False), nn.ReLU()):
+            with pytest.raises(ValueError, match="no parameter of the model trains"):
+                call(frozen, 0.1)
+        with pytest.raises(ValueError, match="a parameter of a lazy module has no shape yet"):
+            call(nn.LazyLinear(3), 0.1)
     for call in (lambda given: demopt.muon_adamw(given, lr=0.1), demopt.unsync, demopt.broadcast_buffers):
         with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected"):
             call([*nn.LayerNorm(8).parameters()])

@@ -115,6 +115,8 @@ class InnerOptimizers:
         accelerator each look would wait for the device.
         """
         for each in self.optimizers:
+            if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on
+                continue
             on_cpu = (p for group in each.param_groups for p in group["params"] if p.is_cpu)
             varied = (p for p in on_cpu if each.state.get(p) and varies(p))
             for parameter in itertools.islice(varied, 1):

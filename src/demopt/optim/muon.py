@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from demopt.codec.gradients import check_parameters
 from demopt.core.rules import Muon, Rule
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.optim.mistakes import check_model, remember
@@ -76,6 +77,9 @@ def _split_matrices(
     heads = [head for find in ask if find is not None and (head := find()) is not None]
     apart = {id(parameter) for module in (*others, *embeddings, *heads) for parameter in module.parameters()}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("no parameter of the model trains; call requires_grad_() of those that are to")
+    check_parameters(parameters)
     matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
     inside = {id(parameter) for parameter in matrices}
     return matrices, [parameter for parameter in parameters if id(parameter) not in inside]
