@@ -39,9 +39,7 @@ class DeMoCallback(TrainerCallback):
         """Stops dense synchronisation."""
         optimizer = _checked(parts["optimizer"])
         if getattr(args, "enable_jit_checkpoint", False):
-            raise ValueError(
-                "enable_jit_checkpoint saves weights and state of rank 0 alone; save by save_steps instead"
-            )
+            raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")
         unsync(parts["model"])
         # Callbacks get the model inside its wrappers, and have no reference to these, or to the Trainer's handler.
         for each in gc.get_objects():
@@ -85,13 +83,12 @@ class DeMoCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""
-        if args.save_only_model:
-            return
-        optimizer = _checked(parts["optimizer"])
-        optimizer.consolidate_state_dict()
-        if args.should_save:
-            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
+        if not args.save_only_model:
+            optimizer = _checked(parts["optimizer"])
+            optimizer.consolidate_state_dict()
+            if args.should_save:
+                folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+                torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
 
 
 def _checked(optimizer: Any) -> Any:

@@ -109,9 +109,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             reader = Reader(path)
             reader.read_metadata()  # if it is damaged: DCP would log tracebacks, and look for other files
             load_state(state, storage_reader=reader, planner=LoadPlanner())
-        except CheckpointException as error:
-            raise _unreadable(path, _cause(error)) from None
-        except Exception as error:  # of pickle, DCP or the optimizer: it may hold anything
+        except (Exception, CheckpointException) as error:  # of pickle, DCP or the optimizer: it may hold anything
             raise _unreadable(path, error) from None
     if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -129,11 +127,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _cause(error: CheckpointException) -> BaseException:
+def _cause(error: BaseException) -> BaseException:
     """Returns the error of the first rank, where torch wraps those of all."""
-    cause, _ = next(iter(error.failures.values()))
-    return cause
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _unreadable(path: Path, error: BaseException) -> InputError:
-    return InputError(f"--resume: {path} cannot be read: {first_line(error)}; without it, an older one is taken")
+    return InputError(
+        f"--resume: {path} cannot be read: {first_line(_cause(error))}; without it, an older one is taken"
+    )

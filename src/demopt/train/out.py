@@ -124,9 +124,7 @@ class OutFolder:
 
 def _fits(value: Any, name: str) -> bool:
     """Whether a row can have the value: a finite number; null if it was not finite, or not measured."""
-    if value is None:
-        return name not in _READ
-    return isinstance(value, int | float) and math.isfinite(value)
+    return math.isfinite(value) if isinstance(value, int | float) else value is None and name not in _READ
 
 
 def _lock(descriptor: int) -> None:
