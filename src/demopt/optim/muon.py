@@ -19,7 +19,6 @@ from demopt.validation import check_number
 
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `muon_adamw` says so
 
-
 _BATCH_ELEMENTS = 1 << 25  # of matrices that iterate together on an accelerator, which takes a few times their memory
 _DEVICE_DTYPE = torch.bfloat16  # of the iteration there, as torch's Muon has it: for tensor cores
 

@@ -52,13 +52,14 @@ def newest(folder: Path) -> Path | None:
 
 
 def read(path: Path) -> CheckpointRecord:
-    """Reads the record of the checkpoint at `path`."""
+    """Reads the record of the checkpoint at `path`; InputError if it, or the checkpoint's table, is damaged."""
     try:
+        Reader(path).read_metadata()  # here, as DCP would log tracebacks if it is damaged, and look for other files
         found = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
         return CheckpointRecord(
             int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens)
         )
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except Exception as error:  # it may hold anything
         raise _unreadable(path, error) from None
 
 
@@ -106,9 +107,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         # `part_for` warns of it; `_introduce` in worker.py says it in its own words
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")
         try:
-            reader = Reader(path)
-            reader.read_metadata()  # if it is damaged: DCP would log tracebacks, and look for other files
-            load_state(state, storage_reader=reader, planner=LoadPlanner())
+            load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
         except (Exception, CheckpointException) as error:  # of pickle, DCP or the optimizer: it may hold anything
             raise _unreadable(path, error) from None
     if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
