@@ -3,6 +3,7 @@
 Every error names the given value, the allowed ones and, for a misspelt name, the closest known one.
 """
 
+import contextlib
 import difflib
 import math
 import operator
@@ -91,7 +92,7 @@ def warn(text: str) -> None:
     import torch
 
     # torch wraps `step` and functions without gradients, so its frames also lie between the user's line and ours
-    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1

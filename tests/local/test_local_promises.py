@@ -5,6 +5,7 @@ With delay and its state on the host, a round is extracted, exchanged and decode
 
 import copy
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,58 @@ def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
     train(late, range(1))
     with pytest.warns(UserWarning, match=r"saved before its round was applied.*with delay after flush\(\)"):
         late.state_dict()
+
+
+def _load(optimizer: LocalDeMo, value: float) -> None:
+    with torch.no_grad():
+        for parameter in problems.all_parameters(optimizer):
+            parameter.fill_(value)
+
+
+def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_to_all_ranks() -> None:
+    optimizer = make()
+    train(optimizer, range(3))
+    told = pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back.*resync")
+    with told, optimizer.shared():
+        _load(optimizer, 0.5)
+    _load(optimizer, 0.5)
+    with pytest.warns(UserWarning, match="changed after the last round, outside the optimizer.*resync"):
+        train(optimizer, range(3, 4))
+
+    def loads(exchange: Exchange, delay: int) -> None:
+        optimizer = make(exchange, delay=delay)
+        train(optimizer, range(6), exchange.rank)
+        _load(optimizer, 0.25 * exchange.rank)
+        optimizer.resync(src=1, model=True)
+        with optimizer.shared():
+            assert {each.item() for p in problems.all_parameters(optimizer) for each in p.unique()} == {0.25}
+        train(optimizer, range(6, 9), exchange.rank)
+
+    for delay in (0, 1):
+        ranks.threads(loads, 2, delay)
+    run = FolderExchange(ObjectStore())
+    with pytest.raises(ValueError, match="a run in a folder goes on from its own weights"):
+        make(run).resync(model=True)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_interrupt_at_either_end_of_shared_keeps_local_weights(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copy_all = list[int](), LocalWeights._copy
+
+    def interrupted(self: LocalWeights, pairs: Any) -> None:
+        copy_all(self, pairs)
+        copies.append(1)
+        if len(copies) == at:
+            signal.raise_signal(signal.SIGINT)
+
+    optimizer = make()
+    train(optimizer, range(4))
+    local = problems.values(optimizer)
+    monkeypatch.setattr(LocalWeights, "_copy", interrupted)
+    with pytest.raises(KeyboardInterrupt), optimizer.shared():
+        pass
+    assert problems.same(problems.values(optimizer), local)
+    assert not optimizer._weights.aside
 
 
 def test_shared_shows_the_global_weights_and_takes_them_back() -> None:

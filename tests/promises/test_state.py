@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -238,3 +239,23 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> Non
         loaded.load_state_dict(loaded.state_dict())
     expected = problems.train(optimizer, range(steps, steps + 2))
     assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)
+
+
+@pytest.mark.parametrize("drops", ["assign", "clear", "one"])
+def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(drops: str) -> None:
+    dropped, fresh = problems.demo(momentum_decay=0.5), problems.demo(momentum_decay=0.5)
+    problems.fingerprints(dropped, range(3))
+    for mine, theirs in zip(problems.all_parameters(fresh), problems.all_parameters(dropped), strict=True):
+        mine.data.copy_(theirs.data)
+    if drops == "assign":
+        dropped.state = defaultdict(dict)
+    elif drops == "clear":
+        dropped.state.clear()
+    else:
+        for parameter in problems.all_parameters(dropped):
+            del dropped.state[parameter]
+    assert problems.fingerprints(dropped, range(3, 5)) == problems.fingerprints(fresh, range(3, 5))
+    problems.demo().load_state_dict(dropped.state_dict())
+    local = problems.local()
+    with pytest.raises(RuntimeError, match=r"cannot be replaced.*inner\[0\].state.clear"):
+        local.state = defaultdict(dict)

@@ -236,7 +236,7 @@ def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
     ("ending", "share", "key"),
     [
         *((".message", 0.5, None), (".message", 0.0, None), ("/manifest", 0.5, None)),
-        *((".message", 0.0, bytes(32)), ("/manifest", 0.5, bytes(32))),
+        *((".message", 0.0, bytes(32)), (".message", 0.5, bytes(32)), ("/manifest", 0.5, bytes(32))),
     ],
 )
 def test_object_that_a_cache_gives_half_or_not_at_all_is_read_again(store, ending, share, key):

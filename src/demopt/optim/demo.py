@@ -161,6 +161,7 @@ class DeMo(ReplicatedOptimizer):
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
+        self._follow_state()
         if not self.replicator.session.has_met:
             look_at_models(self)
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
@@ -237,8 +238,20 @@ class DeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
+        self._follow_state()
         found = super().own_state_dict()
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
+
+    def _follow_state(self) -> None:
+        """Starts momenta at zero that a script has dropped from `state`, as torch's optimizers do."""
+        replicator = self.replicator
+        if replicator.round is not None:
+            return
+        replicator.wiring()  # of parameters that begin to train
+        trained = [p for p in replicator.parameters if p.requires_grad]
+        if self.state is not replicator.state or not all("momentum" in self.state.get(p, ()) for p in trained):
+            replicator.state = self.state
+            replicator.restore(dict(self.state))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         check_sizes(state_dict, self.param_groups)

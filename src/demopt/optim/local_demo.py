@@ -302,12 +302,22 @@ class LocalDeMo(ReplicatedOptimizer):
         return self.replicator.fingerprint(state)
 
     @unrecorded
-    def resync(self, src: int = 0) -> None:
-        """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
+    def resync(self, src: int = 0, model: bool = False) -> None:
+        """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them.
+
+        `model`: the weights that its model has now, such as loaded ones. ValueError in a folder: a run has its own.
+        """
         self._before_change("resync")
+        if model and not self._rounds.in_step:
+            raise ValueError("a run in a folder goes on from its own weights: model=True is for ranks on connections")
         self.mistakes.look_at_loaded()
+        if not model:
+            self.mistakes.look_at_replaced()
+        loaded = [parameter.detach().clone() for parameter in self._weights.parameters] if model else []
         self.flush()
         self._weights.begin()
+        if model:
+            self._weights.take(loaded)
         try:
             self._rounds.resync(src)
         finally:
@@ -378,6 +388,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
         self.mistakes.look_at_loaded()
+        self.mistakes.look_at_replaced()
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
@@ -577,7 +588,13 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @state.setter
     def state(self, state: object) -> None:
-        """Does nothing: torch's constructor makes a state, but each part of this one has its place."""
+        """From torch's constructor. Each part of this state has its place, so later it is refused."""
+        del state
+        if hasattr(self, "replicator"):
+            raise RuntimeError(
+                "the state of a LocalDeMo cannot be replaced: load_state_dict loads one, and "
+                "optimizer.inner[0].state.clear() restarts an inner optimizer"
+            )
 
     @property
     def weights_differ(self) -> bool:

@@ -29,7 +29,13 @@ from demopt.exchange.dtensor import like_on, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.state import SavedParameter
+from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
+
+TO_REPLACE = (
+    "To replace the weights of all ranks during training (not in a folder), load them into the model of one, and call "
+    "optimizer.resync(src=its rank, model=True) on all"
+)
 
 
 class LocalWeights:
@@ -42,6 +48,7 @@ class LocalWeights:
         self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of the round that is extracted
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
+        self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
@@ -106,6 +113,31 @@ class LocalWeights:
         """local <- global, after a round, or when the weights of a peer came."""
         self.start_of, self._extracted_from = {}, {}
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
+        self._adopted = self._versions
+
+    def take(self, weights: Sequence[Tensor]) -> None:
+        """global <- weights of the model, one for each parameter."""
+        self._copy((w, self.global_of[p]) for p, w in zip(self.parameters, weights, strict=True) if p in self.global_of)
+        self.start_of = {}
+
+    def are_replaced(self) -> bool:
+        """Whether somebody has written other weights into the model since `adopt`; tells it once, before other steps."""
+        adopted, self._adopted = self._adopted, []
+        return bool(adopted) and not self.start_of and self._are_changed(adopted)
+
+    @property
+    def _versions(self) -> list[int]:
+        """How often each local weight was written."""
+        return [local._version for local in self.global_of if not local.is_inference()]
+
+    def _are_changed(self, versions: list[int]) -> bool:
+        """Whether local weights were written since, and are not the global ones."""
+        if self._versions == versions:
+            return False
+        return not all(
+            torch.equal(mine, to_local(self.global_of[local].detach()).to(mine.dtype))
+            for local, mine in self._local_ones().items()
+        )
 
     @property
     def are_elsewhere(self) -> bool:
@@ -184,13 +216,18 @@ class LocalWeights:
         self.notice_loaded()
         aside = self._beside()
         self._copy(aside.items())
-        self._copy((global_weight, local) for local, global_weight in self.global_of.items())
-        self.aside = aside
         try:
+            with uninterrupted():
+                self.aside = aside
+                self._copy((global_weight, local) for local, global_weight in self.global_of.items())
+                shown = self._versions
             yield
+            if self._are_changed(shown):
+                warn(f"the weights were changed inside shared(), which takes its own back. {TO_REPLACE}")
         finally:
-            self.aside = {}
-            self._copy((kept, local) for local, kept in aside.items())
+            with uninterrupted():
+                self._copy((kept, local) for local, kept in aside.items())
+                self.aside = {}
 
     def of_state(self, local: Tensor, with_local: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns a parameter's global weight, and what this rank has of its own, `with_local` its local one."""

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.process_group import collectives_between, resolve
+from demopt.optim.local_weights import TO_REPLACE
 from demopt.validation import warn
 
 _LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
@@ -146,6 +147,16 @@ class Mistakes:
                 "its steps since the last round are lost. Load the model first, then the optimizer",
             )
         self._loaded = None
+
+    def look_at_replaced(self) -> None:
+        """Before the first local step after a round."""
+        if self._optimizer._weights.are_replaced():
+            self._optimizer.warn_once(
+                "replaced",
+                "the model's weights were changed after the last round, outside the optimizer: that counts as a local "
+                f"step, of which each round sends a part. {TO_REPLACE}",
+                here=True,
+            )
 
     def look_after_step(self, collectives: int | None) -> None:
         """After a local step; `collectives`: their number before the inner optimizers' step, if that ran alone."""

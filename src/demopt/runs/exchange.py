@@ -39,7 +39,7 @@ from demopt.runs.inbox import (
     row_of,
     tensor_of,
 )
-from demopt.runs.key import Keyed
+from demopt.runs.key import ForeignError, Keyed
 from demopt.runs.log import Envelope, Manifest, Record
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import Patient, Store, open_store
@@ -457,7 +457,11 @@ class FolderExchange(VaryingExchange):
                 return data
 
             def get() -> bytes | None:
-                if not (data := self.store.get(name, most)) and log.checkpoints(self.store)[-1] > manifest.round:
+                try:
+                    data = self.store.get(name, most)
+                except ForeignError:  # or a part of the object, whose tag is then wrong: read it again
+                    return name.encode()
+                if not data and log.checkpoints(self.store)[-1] > manifest.round:
                     raise CoveredError(f"{name} is gone, and a checkpoint has its round")
                 return data or None
 
