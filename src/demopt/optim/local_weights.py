@@ -121,7 +121,7 @@ class LocalWeights:
         self.start_of = {}
 
     def are_replaced(self) -> bool:
-        """Whether somebody has written other weights into the model since `adopt`; tells it once, before other steps."""
+        """Whether somebody has written other weights into the model since `adopt`; later calls return False."""
         adopted, self._adopted = self._adopted, []
         return bool(adopted) and not self.start_of and self._are_changed(adopted)
 
