@@ -66,19 +66,21 @@ class DeMoCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Runs the last round; the best checkpoint, if it was loaded, replaces the weights instead."""
-        optimizer, weights = _checked(parts["optimizer"]), list(parts["model"].parameters())
-        loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        best = [each.detach().clone() for each in weights] if loaded else []
-        self._shared.close()
+        optimizer = _checked(parts["optimizer"])
         if not isinstance(optimizer, LocalDeMo):
             return
-        if loaded:
+        weights = optimizer._weights
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            best = [each.detach().clone() for each in weights.parameters]
+            weights.take(best)  # before `shared` ends, which takes no other weights
+            self._shared.close()
             optimizer.flush()
-            with torch.no_grad():
-                torch._foreach_copy_(weights, best)
+            weights.take(best)
+            weights.adopt()
             optimizer.local_steps = 0
-            optimizer._weights.restore({})  # the global weights follow
-        elif optimizer.local_steps or optimizer.replicator.in_flight:
+            return
+        self._shared.close()
+        if optimizer.local_steps or optimizer.replicator.in_flight:
             optimizer.finish_round(last=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:

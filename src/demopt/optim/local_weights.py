@@ -236,7 +236,7 @@ class LocalWeights:
 
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
-        self.start_of, self.untouched = {}, False
+        self.start_of, self._adopted, self.untouched = {}, [], False
         for local, global_weight in self.global_of.items():
             if local not in saved:
                 self._copy([(local, global_weight)])
