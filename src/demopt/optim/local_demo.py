@@ -448,24 +448,28 @@ class LocalDeMo(ReplicatedOptimizer):
                 elif current.work is None:
                     self.replicator.send()
                 self._set_weights(current.finite)
-            except BaseException:  # an interrupt may come before or after each line
-                abandoned = self.replicator.round or current
-                if abandoned is not None and self.replicator.in_flight:
-                    self._set_weights(abandoned.finite)
-                elif abandoned is not None:  # otherwise D has not entered the error
-                    self.replicator.rollback()
-                    self._weights.keep(abandoned.finite)
-                    if self._left_open:
-                        self.local_steps = 0  # the open round has them
-                        # It may move the global weights later: local ones that are equal to them now, after dropped
-                        # steps, count from here too.
-                        if not abandoned.finite:
-                            self._weights.hold()
+            except BaseException:
+                if (abandoned := self.replicator.round or current) is not None:  # otherwise D is not in the error
+                    self._keep_weights(abandoned.finite)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             self.replicator.stats = sent = self.replicator.stats.after(sent)
             if not self._rounds.sends_again:
                 return
+
+    def _keep_weights(self, finite: bool) -> None:
+        """After an error in a round, or an interrupt, which may have come before or after each line of `_round`."""
+        if self.replicator.in_flight:
+            self._set_weights(finite)
+            return
+        self.replicator.rollback()
+        self._weights.keep(finite)
+        if self._left_open:
+            self.local_steps = 0  # the open round has them
+            # It may move the global weights later: local ones that are equal to them now, after dropped steps, count
+            # from here too.
+            if not finite:
+                self._weights.hold()
 
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
