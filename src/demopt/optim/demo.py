@@ -245,11 +245,15 @@ class DeMo(ReplicatedOptimizer):
     def _follow_state(self) -> None:
         """Starts momenta at zero that a script has dropped from `state`, as torch's optimizers do."""
         replicator = self.replicator
-        if replicator.round is not None:
+
+        def is_whole() -> bool:
+            trained = (p for p in replicator.parameters if p.requires_grad)
+            return self.state is replicator.state and all("momentum" in self.state.get(p, ()) for p in trained)
+
+        if replicator.round is not None or is_whole():
             return
-        replicator.wiring()  # of parameters that begin to train
-        trained = [p for p in replicator.parameters if p.requires_grad]
-        if self.state is not replicator.state or not all("momentum" in self.state.get(p, ()) for p in trained):
+        replicator.wiring()  # some parameter may only begin to train
+        if not is_whole():
             replicator.state = self.state
             replicator.restore(dict(self.state))
 
