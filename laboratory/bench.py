@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -183,6 +184,7 @@ def measure(rank: int, world_size: int, shapes: list[Shape], rounds: int, warmup
     gradients = Gradients(list(model.parameters()))
     rows = {name: Row(name) for name in METHODS}
     optimizers: dict[str, list[torch.optim.Optimizer]] = {}
+    warnings.filterwarnings("ignore", "the model's weights were changed")  # all rows have the same ones
 
     def step(name: str) -> None:
         for optimizer in optimizers[name]:

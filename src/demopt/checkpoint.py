@@ -155,7 +155,7 @@ class OptimizerState:
                 }
         if not isinstance(old_size, int) or old_size < 1:
             raise ValueError(f"the checkpoint is damaged: it was saved by {old_size!r} ranks")
-        # a new rank takes over from old_size / world_size old ones: more than there are entries is a damaged number
+        # First, because `overlaps` would loop over a damaged number: a rank takes over from old_size / world_size ranks
         if old_size > world_size * len(states) or not overlaps(rank, world_size, old_size).keys() <= states.keys():
             raise ValueError(
                 f"{old_size} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -26,7 +26,8 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, lambda *number_and_frame: came.append(number_and_frame))
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in came:
-            handlers[number](number, frame)
+        with ExitStack() as ends:  # each call is made, also after one that raises
+            for number, frame in reversed(came):
+                ends.callback(handlers[number], number, frame)
+            for number, handler in handlers.items():
+                ends.callback(signal.signal, number, handler)

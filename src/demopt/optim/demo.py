@@ -255,7 +255,8 @@ class DeMo(ReplicatedOptimizer):
         replicator.wiring()  # some parameter may only begin to train
         if not is_whole():
             replicator.state = self.state
-            replicator.restore(dict(self.state))
+            kept = {p: {**entry, "step": int(entry["step"])} for p, entry in self.state.items() if "step" in entry}
+            replicator.restore(kept)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         check_sizes(state_dict, self.param_groups)

@@ -136,7 +136,7 @@ class LocalDeMo(ReplicatedOptimizer):
             "alpha": 1.0,
             "lr": check_number("outer_lr", outer_lr, open_low=True),
             "momentum_decay": check_number("error_decay", error_decay, high=1.0, closed_high=True),
-            "gradient_scale": "sum",
+            "gradient_scale": "sum",  # the momentum is the error: `Hyperparameters.momentum_is_error`
             "update": str(Nesterov(beta=outer_momentum)) if outer_momentum else "sgd",
             "weight_decay": 0.0,
             "chunking": "padded",
@@ -310,8 +310,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("resync")
         if model and not self._rounds.in_step:
             raise ValueError("a run in a folder goes on from its own weights: model=True is for ranks on connections")
-        self.mistakes.look_at_loaded()
-        if not model:
+        if model:
+            self.mistakes.note_state(has_local_weights=False)
+        else:
+            self.mistakes.look_at_loaded()
             self.mistakes.look_at_replaced()
         loaded = [parameter.detach().clone() for parameter in self._weights.parameters] if model else []
         self.flush()
@@ -441,6 +443,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._end_open_round()
             self.replicator.require_idle("step")
             background, current = self.replicator.options.background, None
+            number = int(self.replicator.round_number)
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
@@ -450,7 +453,10 @@ class LocalDeMo(ReplicatedOptimizer):
                 self._set_weights(current.finite)
             except BaseException:
                 if (abandoned := self.replicator.round or current) is not None:  # otherwise D is not in the error
-                    self._keep_weights(abandoned.finite)
+                    if self.replicator.in_flight or int(self.replicator.round_number) > number:
+                        self._set_weights(abandoned.finite)  # an interrupt came when the round was sent, or applied
+                    else:
+                        self._keep_weights(abandoned.finite)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             self.replicator.stats = sent = self.replicator.stats.after(sent)
@@ -458,10 +464,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 return
 
     def _keep_weights(self, finite: bool) -> None:
-        """After an error in a round, or an interrupt, which may have come before or after each line of `_round`."""
-        if self.replicator.in_flight:
-            self._set_weights(finite)
-            return
+        """After a round that failed: D is in the error."""
         self.replicator.rollback()
         self._weights.keep(finite)
         if self._left_open:
@@ -509,7 +512,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where a folder's round was not applied: these are then its `stats` after `extract`
+        else:  # also where a folder's round was not applied: its `stats`, of `extract` or `exchange`, are not `skipped`
             self._weights.adopt()
         self.local_steps = 0
 

@@ -33,8 +33,8 @@ from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
 TO_REPLACE = (
-    "To replace the weights of all ranks during training (not in a folder), load them into the model of one, and call "
-    "optimizer.resync(src=its rank, model=True) on all"
+    "To replace the weights of all ranks during training (not in a folder), load them into the model on every rank, "
+    "and call optimizer.resync(model=True) on all"
 )
 
 
@@ -131,8 +131,8 @@ class LocalWeights:
         return [local._version for local in self.global_of if not local.is_inference()]
 
     def _are_changed(self, versions: list[int]) -> bool:
-        """Whether local weights were written since, and are not the global ones."""
-        if self._versions == versions:
+        """Whether all local weights were written since, as loading does, and are not the global ones."""
+        if any(now == before for now, before in zip(self._versions, versions, strict=False)):
             return False
         return not all(
             torch.equal(mine, to_local(self.global_of[local].detach()).to(mine.dtype))

@@ -150,7 +150,7 @@ class Mistakes:
 
     def look_at_replaced(self) -> None:
         """Before the first local step after a round."""
-        if self._optimizer._weights.are_replaced():
+        if "replaced" not in self._optimizer._warned and self._optimizer._weights.are_replaced():
             self._optimizer.warn_once(
                 "replaced",
                 "the model's weights were changed after the last round, outside the optimizer: that counts as a local "

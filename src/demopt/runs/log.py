@@ -176,7 +176,7 @@ def draft(
     needs = {**(decided.seconds if decided else {}), **hellos}
     needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
     if stop := author.stop or any(message.stop for message, _ in messages.values()):
-        members = {}  # all end
+        members = {}  # all end; `applied`, above, goes by those that there were
     return Manifest(
         run=author.run,
         round=author.round,

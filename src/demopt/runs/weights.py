@@ -115,9 +115,9 @@ class FolderRounds(Rounds):
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         self._saved_at = math.inf  # in `join`: the round of a state that may be older than this worker's last message
-        # The round after whose manifest `_meet_own` has nothing to correct, while the weights do not have it yet. The
-        # error has met it (a CoveredError or DriftError came then), or the message is here to meet it (of a state).
-        self._accounted_round = -1
+        # The round whose manifest the error has met, before the weights have it (a CoveredError or DriftError came
+        # then), or will meet with the message that a state holds; -1: none. `_meet_own` has nothing to correct there.
+        self._settled_round = -1
 
     @property
     def _number(self) -> int:
@@ -202,7 +202,7 @@ class FolderRounds(Rounds):
         if restored is not None:
             run.worker = restored.worker
             self._saved_at = self._number
-            self._accounted_round = self._number if restored.is_settled or restored.message is not None else -1
+            self._settled_round = self._number if restored.is_settled or restored.message is not None else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -239,7 +239,7 @@ class FolderRounds(Rounds):
 
     def _meet_own(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        is_later = manifest.round >= self._saved_at and manifest.round != self._accounted_round
+        is_later = manifest.round >= self._saved_at and manifest.round != self._settled_round
         if is_later and self.run.worker in [sender.worker for sender in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
@@ -248,7 +248,7 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
-        self.keeps_steps, self._saved_at, self._accounted_round = False, math.inf, -1
+        self.keeps_steps, self._saved_at, self._settled_round = False, math.inf, -1
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -292,8 +292,8 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
-            if current.in_momentum or current.row is None:
-                self._accounted_round = self._number  # for a state that is saved before `catch_up`
+            if current.in_momentum or current.row is None:  # otherwise it is later than a state: `_meet_own` drops
+                self._settled_round = self._number  # for a state that is saved before `catch_up`
             if isinstance(error, DriftError):
                 raise
             outcome = self._end_round(current)
@@ -554,8 +554,8 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
-        accounted, read = self._accounted_round == self._number, sorted(run.numbers_read)
-        saved = SavedWorker(run.record.identity, run.worker, before, message, is_settled=accounted, read=read)
+        settled, read = self._settled_round == self._number, sorted(run.numbers_read)
+        saved = SavedWorker(run.record.identity, run.worker, before, message, is_settled=settled, read=read)
         return saved.entry()
 
     def check_entry(self, entry: Any) -> None:
@@ -567,7 +567,8 @@ class FolderRounds(Rounds):
         """Takes the result of `entry`. The worker joins the run again."""
         self._restored = SavedWorker.of(entry)
         self.run.numbers_read = {*self._restored.read} if self._restored else set()
-        self._open, self._weights_of, self._accounted_round, self.run.joined = None, "", -1, False
+        self._open, self._weights_of, self._saved_at, self._settled_round = None, "", math.inf, -1
+        self.run.joined = False
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:

@@ -297,9 +297,8 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(config_of(settings).out)
     if settings.get("resume_auto"):
-        settings[
-            "resume" if any(checkpoints_in(out / CHECKPOINTS).values()) or (out / IDENTITY).exists() else "overwrite"
-        ] = True
+        begun = any((out / CHECKPOINTS).glob(f"step-*/{LAST_FILE}")) or (out / IDENTITY).exists()  # links, too
+        settings["resume" if begun else "overwrite"] = True
     if settings.get("resume"):
         if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")

@@ -281,6 +281,7 @@ class Worker:
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
+        # `attachment` then sets `unsent` to 0, and `_hear` adds the note's again if the message was left out
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
