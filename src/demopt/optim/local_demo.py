@@ -441,7 +441,7 @@ class LocalDeMo(ReplicatedOptimizer):
         sent = Stats()  # in this step
         while True:
             self._end_open_round()
-            self.replicator.require_idle("step")
+            self.replicator.require_idle("step")  # a round that the user began is not rolled back
             background, current = self.replicator.options.background, None
             number = int(self.replicator.round_number)
             try:
@@ -594,9 +594,8 @@ class LocalDeMo(ReplicatedOptimizer):
         return defaultdict(dict, {parameter: saved.entry() for parameter, saved in found.items()})
 
     @state.setter
-    def state(self, state: object) -> None:
+    def state(self, _: object) -> None:
         """From torch's constructor. Each part of this state has its place, so later it is refused."""
-        del state
         if hasattr(self, "replicator"):
             raise RuntimeError(
                 "the state of a LocalDeMo cannot be replaced: load_state_dict loads one, and "

@@ -476,10 +476,10 @@ class FolderExchange(VaryingExchange):
         self.received_bytes += sum(self._all(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
-    def end_round(self, outcome: FolderOutcome, in_momentum: bool) -> None:
-        """Notes the end of a round for which this worker sent a message; `in_momentum` as in `FolderOutcome`."""
-        manifest, self.worker = outcome.manifest, outcome.envelope.worker
-        self.last = replace(outcome, result=None, in_momentum=in_momentum)  # messages may be large
+    def end_round(self, outcome: FolderOutcome) -> None:
+        """Notes the end of a round for which this worker sent a message."""
+        manifest = outcome.manifest
+        self.last, self.worker = replace(outcome, result=None), outcome.envelope.worker  # messages may be large
         self.left_out = 0 if outcome.row is not None else self.left_out + 1
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0

@@ -313,7 +313,7 @@ class FolderRounds(Rounds):
         """Notes the outcome of a round for which this worker has sent a message."""
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
-        self.run.end_round(outcome, current.in_momentum)
+        self.run.end_round(replace(outcome, in_momentum=current.in_momentum))
         # Left out: this round is applied, but later ones may be decided already.
         self.is_behind = outcome.row is None or outcome.error is not None
         return outcome

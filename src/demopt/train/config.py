@@ -297,7 +297,8 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(config_of(settings).out)
     if settings.get("resume_auto"):
-        begun = any((out / CHECKPOINTS).glob(f"step-*/{LAST_FILE}")) or (out / IDENTITY).exists()  # links, too
+        # through links, too, although no run goes on from one: nothing is overwritten that may be a checkpoint
+        begun = any((out / CHECKPOINTS).glob(f"step-*/{LAST_FILE}")) or (out / IDENTITY).exists()
         settings["resume" if begun else "overwrite"] = True
     if settings.get("resume"):
         if not (out / CONFIG).exists():
