@@ -256,6 +256,10 @@ def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(
             del dropped.state[parameter]
     assert problems.fingerprints(dropped, range(3, 5)) == problems.fingerprints(fresh, range(3, 5))
     problems.demo().load_state_dict(dropped.state_dict())
+    number = int(dropped.replicator.round_number)
+    del dropped.state[problems.all_parameters(dropped)[0]]
+    problems.fingerprints(dropped, range(1))
+    assert int(dropped.replicator.round_number) == number + 1, "the other parameters have kept it"
     local = problems.local()
     with pytest.raises(RuntimeError, match=r"cannot be replaced.*inner\[0\].state.clear"):
         local.state = defaultdict(dict)

@@ -101,6 +101,49 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
         interrupted(at)
 
 
+def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(64))
+    optimizer = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, process_group=SingleRank())
+    parameter.grad = torch.ones_like(parameter)
+    monkeypatch.setattr(optimizer.replicator, "_count_skips", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert (int(optimizer.replicator.round_number), optimizer.local_steps) == (1, 0)
+    assert not optimizer.weights_differ
+
+
+def test_signals_that_wait_are_all_handled_and_both_handlers_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled, set_handler = list[int](), signal.signal
+
+    def leave(number: int, _: Any) -> None:
+        handled.append(number)
+        raise SystemExit
+
+    def fails_after(number: Any, handler: Any) -> None:
+        set_handler(number, handler)
+        raise KeyboardInterrupt  # as if it came now
+
+    def interrupted(restore: Any) -> None:
+        with uninterrupted():
+            for number in both:
+                signal.raise_signal(number)
+            monkeypatch.setattr(signal, "signal", restore)
+
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = [set_handler(number, leave) for number in both]
+    try:
+        for restore in (set_handler, fails_after):
+            handled.clear()
+            with pytest.raises((SystemExit, KeyboardInterrupt)):
+                interrupted(restore)
+            monkeypatch.undo()
+            assert sorted(handled) == sorted(both)
+            assert [signal.getsignal(number) for number in both] == [leave, leave]
+    finally:
+        for number, handler in zip(both, before, strict=True):
+            set_handler(number, handler)
+
+
 def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_before() -> None:
     before, done = signal.getsignal(signal.SIGINT), list[str]()
 

@@ -39,6 +39,10 @@ def test_resume_auto_starts_and_goes_on(tmp_path):
     (tmp_path / "checkpoints" / "step-00000005" / ".metadata").touch()
     again = assemble({"out": str(tmp_path), "resume_auto": True})
     assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000005").symlink_to(tmp_path / "elsewhere" / "step-00000005")
+    assert not assemble({"out": str(tmp_path), "resume_auto": True}).overwrite
 
 
 def test_config_file_may_hold_settings_of_another_optimizer(tmp_path):
