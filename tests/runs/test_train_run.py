@@ -406,6 +406,8 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     assert "--lr is 0.5, and the run in" in told
     told = command("join", machines.run, "--model", str(machines.place / "first" / "model"), code=2)
     assert told == f"demopt: the run in {machines.run} began with a fresh model; leave out --model\n"
+    told = command("join", machines.run, "--batch", 1, code=2)
+    assert told == "demopt: --batch is 1, and the run has 2; it may differ only with --global-batch\n"
     text = Path(machines.data[1])
     text.rename(machines.place / "moved.txt")
     told = command("join", machines.run, "--out", str(machines.place / "late"), code=2)
@@ -465,9 +467,11 @@ def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
     machines.allow(0)
     first = machines.train("first", "--global-batch", 9, steps=40)
     machines.manifest(0)
-    second = machines.join("second", at=1)
+    second = machines.join("second", "--batch", 1, at=1)
     machines.allow(99)
     assert machines.ended(first, "first") == machines.ended(second, "second")
+    recorded = json.loads((machines.place / "second" / "config.json").read_text())
+    assert (recorded["batch"], machines.rows("second")[0]["batch"]) == (1, 1)
     for out in ("first", "second"):
         rows = machines.rows(out)
         assert {row["workers"] for row in rows if row["step"] > 10} == {2}  # also between rounds

@@ -645,7 +645,7 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
-        if self.warns_of_saving and not self._all_states:
+        if self.warns_of_saving and not self._all_states:  # of all ranks: each gets its own weights back
             self.mistakes.look_at_saving()
         return super().state_dict()
 

@@ -150,6 +150,7 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = wiring.facts(), replicator.options.config_facts(), groups
+        # `run.decided` is then the manifest before this worker's round, if it comes from a state.
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
         if not started:
             self._check_order(groups)

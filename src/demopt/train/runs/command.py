@@ -30,6 +30,7 @@ def join(
     tokenizer: Annotated[str | None, typer.Option(help="The run's --tokenizer, likewise.")] = None,
     out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu.")] = "auto",
+    batch: Annotated[int | None, typer.Option(help="Sequences per forward pass, with --global-batch.", min=1)] = None,
     threads: Annotated[int, typer.Option(help="Threads; 0: OMP_NUM_THREADS, or the cores.", min=0)] = 0,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
     key_file: KeyFile = None,
@@ -39,7 +40,7 @@ def join(
     from demopt.train.runs.worker import settings_to_join, train_in_folder
 
     own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None, "model": model}
-    own["tokenizer"] = tokenizer
+    own |= {"tokenizer": tokenizer, "batch": batch}
     return train_in_folder(*settings_to_join(address, key_file, own))
 
 

@@ -107,6 +107,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         more = ["--key-file", config.key_file] if config.key_file else []
         theirs = found.settings["data"] if found else config.data
         more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
+        more += ["--batch", str(config.batch)] if found and config.batch != found.settings["batch"] else []
         more += ["--model", config.model] if config.model and found and config.model != found.settings["model"] else []
         again = f"demopt join {typed(config.run)} {shlex.join(['--out', config.out, *more])}"
         print(f"{cause} after {config.of_steps(worker.steps_done)}, saved; go on with: {again}", file=sys.stderr)
@@ -354,6 +355,9 @@ class Worker:
 def settings_to_join(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, FolderExchange]:
     """Returns the settings with which a machine joins a run, those of the run and its own; and the run."""
     config, run = settings_of_run(address, key_file, given, TrainConfig.timeout)
+    usual = run.record.settings.get("batch")
+    if config.batch != usual and not config.global_batch and TEXT in run.record.settings:
+        raise InputError(f"--batch is {config.batch}, and the run has {usual}; it may differ only with --global-batch")
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
