@@ -165,8 +165,6 @@ def test_folders_leave_out_liars_by_default() -> None:
     assert not resolve(TrainConfig(run="somewhere", clip_to_median=False)).clip_to_median
 
 
-# Ranks that send too much
-
 WORLD, SCALE, SMALL = 8, 1e6, [(48, 32), (40,)]
 ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 

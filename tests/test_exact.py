@@ -74,9 +74,6 @@ def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, 
     assert np.array_equal(out.numpy(), _literal_aggregate(coefficients, 40, values, reduction))
 
 
-# The worst case
-
-
 def _worst(world_size: int, values: str, mantissa: int = 15) -> tuple[Tensor, ...]:
     """All ranks send the largest level of the largest mantissa at the same two positions."""
     positions = torch.arange(2).expand(world_size, 1, 2)
@@ -98,9 +95,6 @@ def _scaled(chunks: Tensor, terms: int) -> Tensor:
     bits = min(11, math.floor(math.log2(LIMIT / (127 * terms))))
     largest = chunks.abs().amax((1, 2), keepdim=True)
     return torch.round(chunks * 2.0 ** (bits - torch.frexp(largest).exponent.double()))
-
-
-# The inverse transform
 
 
 def _chunks(count: int, rows: int, columns: int) -> Tensor:
@@ -145,9 +139,6 @@ def test_exact_inverse_keeps_zeros_and_never_overflows() -> None:
         assert bool(out[1].any()) == (scale > 0)
 
 
-# The integer bases
-
-
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
 def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
     """Where the float64 cosine of another machine differs in its last bits, the rounded entry must not."""
@@ -162,9 +153,6 @@ def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
         assert float(rounded.abs().max()) == 127
         assert float((rounded.double() - scaled).abs().max()) < 0.51
     assert near == []
-
-
-# Whole steps
 
 
 SHAPES = [(64, 64), (128, 130), (90, 40), (200,), (7,), ()]
@@ -220,9 +208,6 @@ def test_exact_apply_ignores_threads_and_blocks(
         torch.use_deterministic_algorithms(False)
     assert found == [found[0]] * len(found)
     assert len(set(found[0])) == 3
-
-
-# Settings that allow it
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,6 @@ def test_state_of_an_earlier_commit_loads_and_goes_on(kind: str) -> None:
     assert int(optimizer.replicator.round_number) == (6 if kind == "demo" else 3)
 
 
-# Files of strangers
-
-
 class _Runs:
     """Unpickled, it makes a file."""
 

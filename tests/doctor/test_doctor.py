@@ -106,9 +106,6 @@ def test_raw_lines_of_torch_are_not_shown(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == "shown"
 
 
-# One machine
-
-
 def named(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
     """As on a machine whose name stands for an address."""
 
@@ -158,9 +155,6 @@ def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatc
         found = {name: (what, remedy) for name, what, remedy in examine("10.0.0.1", number, alone=True)}
     assert found[f"port {number}"][1].startswith("stop the listening program")
     assert found["CPU kernels"][0].startswith("none, so steps are slower")
-
-
-# The command
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "10.0.0.1", "172.17.0.1"], ids=["loopback", "the peers'", "another"])

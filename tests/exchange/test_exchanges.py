@@ -204,9 +204,6 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again() -> Non
     threads.close()
 
 
-# Waits that end
-
-
 def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)

@@ -48,9 +48,6 @@ def carry_on(chosen: Plan, loss: Callable[[float], float | None]) -> tuple[dict[
     return rows, done
 
 
-# The tuning rule
-
-
 def test_tuning_finds_the_best_rate_then_adds_seeds() -> None:
     rows, done = carry_on(plan(), lambda lr: abs(math.log(lr / 4e-3)))
     assert sorted({run.lr for run in done}) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
@@ -76,9 +73,6 @@ def test_a_run_is_known_by_all_that_determines_it() -> None:
     assert len({Run(**{**facts, **other}).key for other in ({}, *others)}) == 1 + len(others)
 
 
-# Figures
-
-
 @pytest.mark.parametrize("diverged", [False, True])
 def test_figures_are_means_and_spreads_over_seeds_and_bytes_per_step(diverged: bool) -> None:
     chosen = plan(lr=1e-3)
@@ -92,9 +86,6 @@ def test_figures_are_means_and_spreads_over_seeds_and_bytes_per_step(diverged: b
     assert figures.mean == (math.inf if diverged else 1.5)
     assert math.isnan(figures.spread) if diverged else round(figures.spread, 3) == 0.707
     assert collect(chosen, {runs[0].key: row(runs[0], 1.0)}) == []  # one seed is missing
-
-
-# The command
 
 
 def run_command(*words: str) -> typer.testing.Result:

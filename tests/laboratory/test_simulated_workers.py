@@ -144,8 +144,6 @@ def test_simulated_workers_have_the_bits_and_bytes_of_real_ranks(case: str, worl
         assert any(skipped for _, _, skipped in found[0]["traffic"]) == bad
 
 
-# Beside `demopt train`
-
 TRAIN = {"preset": "tiny", "layers": 1, "sequence": 32, "batch": 2, "warmup": 3, "eval_sequences": 6, "steps": 6}
 OPTIMIZERS = {
     "adamw": ("adamw", {"weight_decay": 0.1}, {"lr": 1e-3}),

@@ -165,9 +165,6 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
     _assert_equal(ranks.threads(run, W)[0], inner, settings, every=1, shapes=shapes)
 
 
-# The literal round
-
-
 @pytest.mark.parametrize(
     "changed",
     [

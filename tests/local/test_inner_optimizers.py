@@ -70,9 +70,6 @@ def test_sam_gets_the_closure_in_its_step() -> None:
         optimizer.state_dict()
 
 
-# Second copies of the weights
-
-
 class Lookahead(torch.optim.SGD):
     """Every `every` steps, goes halfway back to slow weights; `lazily`: to those of the first time."""
 
@@ -132,9 +129,6 @@ def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs
     train(problems.local(inner=torch.optim.ASGD, sync_every=2), range(4))
 
 
-# Optimizers that synchronise by themselves
-
-
 class DistMuon(torch.optim.Optimizer):
     """As Muon and nanochat's: ranks average gradients, share the work of the matrices, and gather the results."""
 
@@ -173,9 +167,6 @@ def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind: s
     first, second = ranks.run(_communicating, 2, kind, delay)
     assert ["the step of DistMuon communicates between the ranks" in text for text in first] == [True] * bool(kind)
     assert not second
-
-
-# Groups and parameters that come and go
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -220,9 +211,6 @@ def _replaced(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "in a folder"])
 def test_parameters_that_were_replaced_are_noticed_at_the_first_round(kind: str) -> None:
     ranks.run(_replaced, 1 if kind == "in a folder" else 2, kind)
-
-
-# torch's caches of weights
 
 
 class Doubled(nn.Module):

@@ -183,9 +183,6 @@ def test_values_without_a_text_and_equal_ones_of_other_types_stop_no_run(pair: A
     ranks.threads(work, 2)
 
 
-# In a folder
-
-
 def in_folder(store: ObjectStore, **group: Any) -> LocalDeMo:
     run = FolderExchange(store, late=0.0, patience=0.0)
     inner = Adapting(problems.parameters(problems.FEW))

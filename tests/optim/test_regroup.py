@@ -100,9 +100,6 @@ def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
     assert len(set(one)) == 4
 
 
-# After an error
-
-
 @pytest.mark.parametrize(("kind", "delay"), [("DeMo", 0), ("LocalDeMo", 0), ("LocalDeMo", 1)])
 def test_state_loaded_on_one_rank_changes_nothing(kind: str, delay: int) -> None:
     """The others compare settings with it in their next round, find them equal, and repeat that."""

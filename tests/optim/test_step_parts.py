@@ -19,9 +19,6 @@ def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
     return problems.demo(exchange, dtype=torch.float64, **settings)
 
 
-# Replay: a rank that extracted nothing
-
-
 def test_rank_that_extracted_nothing_follows_by_apply_alone() -> None:
     """Its parameters become those of the ranks that trained, without a network; its momentum stays as it was."""
 
@@ -44,9 +41,6 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone() -> None:
     assert watcher.fingerprint(state=True) == mark
     assert not any(momentum.any() for momentum in problems.momenta(watcher))
     watcher.state_dict()  # no round is open
-
-
-# Detached rounds
 
 
 MAKERS = (
@@ -128,9 +122,6 @@ def test_round_in_the_background_cannot_be_detached() -> None:
     optimizer.extract()
     with pytest.raises(ValueError, match="delay=0"):
         optimizer.replicator.detach_round()
-
-
-# Stats
 
 
 def test_stats_of_a_single_rank_count_kept_and_payload() -> None:

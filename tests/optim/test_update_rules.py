@@ -33,9 +33,6 @@ def make(update: str, exchange: Exchange, eps: float = 1e-3, **more: Any) -> DeM
     return problems.demo(exchange, shapes_for(update), update=rule, **{"weight_decay": 0.1, **more})
 
 
-# Oracles
-
-
 @pytest.mark.parametrize(("values", "exact"), [("sign", None), ("2-bit", None), ("2-bit", False)])
 @pytest.mark.parametrize("update", OTHERS)
 def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, values: str, exact: bool | None) -> None:
@@ -54,9 +51,6 @@ def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, val
     for got, expected, undecided, start in rest:
         moved, wanted = (got - start)[~undecided].double(), (expected - start)[~undecided].double()
         assert float((moved - wanted).norm()) <= (0.05 if exact is None else 1e-3) * float(wanted.norm()) + 1e-5
-
-
-# Replicas
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,9 +127,6 @@ def test_to_bfloat16_takes_a_neighbour_and_keeps_what_bfloat16_holds() -> None:
     assert torch.equal(again[:-1], rounded[:-1])
 
 
-# State
-
-
 @pytest.mark.parametrize("before", RULES)
 def test_update_rule_can_change_and_starts_from_zero(before: str) -> None:
     for after in RULES:
@@ -168,9 +159,6 @@ def test_adamw_bias_correction_counts_per_parameter() -> None:
     torch.testing.assert_close(optimizer.state[late]["exp_avg_sq_weight"], torch.full((1, 1), 0.001))
 
 
-# The rules themselves
-
-
 ADAMW = {"lr": 0.1, "weight_decay": 0.1}
 
 
@@ -194,9 +182,6 @@ def test_update_rule_equals_torchs_optimizer_if_everything_is_sent(
         ours.step()
         yours.step()
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2)])
@@ -254,8 +239,6 @@ def test_what_is_no_rule_is_refused(update: Any, error: type[Exception], says: s
     with pytest.raises(error, match=f"(?s){says}"):
         DeMo(problems.parameters([(4, 4)]), update=update)
 
-
-# Rules as objects and as text
 
 WRITTEN: list[tuple[Any, str]] = [
     (SGD(), "sgd"),

@@ -47,9 +47,6 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# DistributedDataParallel
-
-
 class Branches(nn.Module):
     """A model with a buffer that changes, and two branches: both, or one of them."""
 
@@ -188,9 +185,6 @@ def test_unsync_refuses_what_it_cannot_change(kind: str, says: str) -> None:
     assert untouched or kind == "a hook"
 
 
-# FSDP2
-
-
 def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | None) -> dict[str, Any]:
     """The gradients of a backward pass on a 2 x 2 mesh, the wanted ones, and its collectives."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -232,9 +226,6 @@ def test_unsync_returns_a_plain_module_unchanged() -> None:
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     assert demopt.unsync(model) is model
     assert {name: vars(module) for name, module in model.named_modules()} == before
-
-
-# Buffers
 
 
 def _buffers(rank: int, world_size: int, src: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Counter[str]]:

@@ -47,9 +47,6 @@ def test_config_of_a_run_gives_both_optimizers_their_settings(command: Any, monk
     assert "LocalDeMo: signs of all," in command("plan", "--config", example, "--workers", 2)
 
 
-# The verdict
-
-
 @pytest.mark.parametrize(
     ("flags", "told", "seconds"),
     [
@@ -130,9 +127,6 @@ def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
 )
 def test_mistake_is_told_in_one_line(command: Any, flags: list[str], told: str) -> None:
     assert told in command("plan", *flags, code=2)
-
-
-# Costs
 
 
 def plan_of(model: Model, *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:

@@ -47,9 +47,6 @@ def test_impossible_change_or_group_is_refused_before_sending_and_leaves_no_trac
     assert problems.same_history(problems.train(optimizer, range(1, 3)), problems.train(twin, range(1, 3)))
 
 
-# Learning rates
-
-
 SCHEDULERS: dict[str, Callable[[DeMo], Any]] = {
     "warm-up from zero": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 3),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6, cycle_momentum=False),

@@ -109,9 +109,6 @@ def test_overflowing_finite_gradients_poison_nothing(values: str, size: float) -
     assert bool(torch.isfinite(parameter).all())
 
 
-# GradScaler
-
-
 def _scaled(
     rank: int, world_size: int, mode: str, dtype: torch.dtype, bad_step: int | None
 ) -> tuple[problems.History, list[bool], list[float]]:

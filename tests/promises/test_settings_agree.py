@@ -139,9 +139,6 @@ def test_settings_in_equivalent_forms_agree() -> None:
     problems.assert_replicas(ranks.run(_equal_in_other_words, 3))
 
 
-# Later differences
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -163,9 +160,6 @@ def test_settings_changed_later_are_named_before_apply(change: Callable[[DeMo], 
 
     for found in ranks.threads(changed_later, 3):
         _assert_named(found, 1, f"rank 1 has param_groups{said}")
-
-
-# LocalDeMo: the settings of its inner optimizers
 
 
 def test_inner_settings_are_compared_as_they_are_at_the_first_step() -> None:

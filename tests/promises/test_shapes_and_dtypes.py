@@ -31,9 +31,6 @@ def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal() -> None:
     problems.assert_replicas(ranks.run(_train_mixed, 3))
 
 
-# Strides
-
-
 def _every_other(values: Tensor) -> Tensor:
     wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 77.0, dtype=values.dtype)
     return wide[..., ::2].copy_(values)

@@ -121,9 +121,6 @@ def test_error_of_the_code_itself_is_no_failure_of_the_store():
         raise ZeroDivisionError
 
 
-# What a worker does about it
-
-
 def failing(failure, times=10**9, call="put_if_absent"):
     """A store in memory whose first puts, or other calls, fail."""
     left = [times]
@@ -202,9 +199,6 @@ def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):
         patient = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail)
         assert not patient.put_if_absent("a", b"x")
         assert objects == {"run/a": b"x"}
-
-
-# Disks
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV])

@@ -23,8 +23,6 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.out import OutFolder
 from demopt.train.team import Team, stop_on_signals
 
-# Resuming
-
 
 def last_of(out):
     """What is known of a run's newest checkpoint."""
@@ -110,9 +108,6 @@ def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
         assert torch.equal(state[f"model.{name}"], value)
 
 
-# Damage
-
-
 EMPTY = '{"step": 3, "fingerprint": "", "settings": [], "tokens": 0}'
 
 
@@ -145,9 +140,6 @@ def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(t
     assert "weights_only" not in refused  # torch's advice, which may run code
     shutil.rmtree(newest)
     resume_as(finished[0], out)
-
-
-# Crashes
 
 
 def trained(steps):

@@ -53,9 +53,6 @@ def test_config_file_may_hold_settings_of_another_optimizer(tmp_path):
         assemble({"optimizer": "adamw", "top_k": 3}, tmp_path / "config.json")
 
 
-# Presets and optimizers
-
-
 @pytest.mark.parametrize(("preset", "millions"), [("demo-300m", 319.9), ("demo-1b", 1176.8), ("124m", 123.6)])
 def test_presets_have_the_papers_sizes(preset, millions):
     with torch.device("meta"):

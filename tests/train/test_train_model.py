@@ -57,9 +57,6 @@ def logits(folder):
         return model(torch.arange(40).view(2, 20)).logits
 
 
-# Runs
-
-
 def test_tuning_begins_with_the_models_weights_and_leaves_a_model_with_its_tokenizer(tuned, base):
     out = tuned("all")
     rows = metrics(out)
@@ -118,9 +115,6 @@ def test_bfloat16_model_trains_in_float32_and_is_saved_in_bfloat16(lora, tmp_pat
     assert torch.equal(logits(tmp_path / "out"), logits(folder))
 
 
-# Mistakes
-
-
 WEIGHTS, SHARDS = "model.safetensors", [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 INDEX = {"weight_map": dict(zip("ab", SHARDS, strict=True))}
 CODE = {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}
@@ -168,9 +162,6 @@ def test_run_goes_on_only_from_the_same_base_weights(tuned, base, tmp_path):
     other = tuned("all") / "model"
     told = resume(tuned("lora"), "--model", other, codes=(2,)).stderr
     assert f"--model {other}: these are not the weights that the run began with" in told
-
-
-# Conversations
 
 
 def test_only_answers_are_targets_and_windows_begin_with_conversations(base, chats):

@@ -100,9 +100,6 @@ def _model(out):
     return AutoModelForCausalLM.from_pretrained(out / "model")
 
 
-# Trackers
-
-
 def test_wandb_gets_the_metrics_below_out_and_training_goes_on_without_it(tmp_path, capsys, monkeypatch):
     def init(**how):
         assert how["config"]["sequence"] == 4
@@ -151,9 +148,6 @@ def test_output_that_cannot_be_written_is_told_and_no_reader_is_no_mistake(where
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stderr == code * "demopt: stdout cannot be written: No space left on device\n"
     assert (done.returncode, done.stdout) == (code, "")
-
-
-# What a person sees while it trains
 
 
 @pytest.fixture

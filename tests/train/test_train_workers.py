@@ -65,9 +65,6 @@ def test_worker_whose_launcher_is_gone_before_it_has_started_ends():
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
-# Started one by one, or by torchrun
-
-
 def test_workers_refuse_unlike_settings(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
     data = ["--data", tmp_path / "text.txt"]

@@ -110,8 +110,6 @@ def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable() ->
     assert code_faults(codes)[0][1].logical_not().tolist() == allowed
 
 
-# Sizes of whole messages
-
 _BLOCK = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
 _BLOCK += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
 GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]

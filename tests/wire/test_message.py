@@ -91,8 +91,6 @@ def test_check_reads_golden_messages(values: str) -> None:
             assert coefficients.values[1].tolist() == NUMBERS[number]
 
 
-# Refusals
-
 BODY = 24
 
 
@@ -227,9 +225,6 @@ def test_check_names_the_first_bad_rank_whatever_is_wrong() -> None:
     assert _refused(messages, "checksum").rank == 1
     messages[0] = _resealed(messages[0], 6, "H", 16)
     assert _refused(messages, "unknown flags").rank == 0
-
-
-# Checksums, against plain Python; and fingerprints made of them
 
 
 def _tensor(data: bytes) -> torch.Tensor:
