@@ -293,9 +293,9 @@ class Replicator:
         """
         current, started = self._current(), time.perf_counter()
         if message is not None:
-            given, wanted = list(message.shape), [current.wiring.route.widths[0]]
-            if message.dtype != torch.uint8 or given != wanted:
-                raise ValueError(f"the message is {message.dtype} {given}; extract returned uint8 {wanted}")
+            came = f"{message.dtype} {[*message.shape]}" if isinstance(message, Tensor) else repr(message)
+            if came != (wanted := f"torch.uint8 {[current.wiring.route.widths[0]]}"):
+                raise ValueError(f"the message is {came}; extract returned {wanted}")
             current.message = message
         number, exchange = current.header.round_number, self.session.exchange
         try:
