@@ -64,11 +64,15 @@ def test_load_state_restores_every_rank(tmp_path: Path) -> None:
         assert "demopt0_rank0_of_1.pt" not in files
 
 
-def test_more_or_fewer_ranks_take_their_shares_and_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_more_or_fewer_ranks_take_their_shares_and_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
     ranks.run(_resumed, 2, str(tmp_path), True)
     first, *others = ranks.run(_resumed, 3, str(tmp_path), False)
     assert others == [first] * 2
-    (tmp_path / "demopt0_rank1_of_2.pt").unlink()
+    damaged = tmp_path / "demopt0_rank1_of_2.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-99])
+    with pytest.raises(ValueError, match=r"demopt0_rank1_of_2\.pt cannot be read: .*; load another checkpoint"):
+        ranks.run(_resumed, 1, str(tmp_path), False)
+    damaged.unlink()
     with pytest.raises(ValueError, match=r"lacks demopt0_rank1_of_2\.pt: each rank wrote its own state"):
         ranks.run(_resumed, 1, str(tmp_path), False)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.state import reshard
+from demopt.state import load_file, reshard
 
 _registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
@@ -85,5 +85,11 @@ def _own(folder: str, number: int, rank: int, world_size: int) -> list[dict[str,
             f"{folder} lacks {', '.join(sorted(missing))}: each rank wrote its own state; bring the files of all ranks "
             "into one folder"
         )
-    states = [torch.load(Path(folder, name), map_location="cpu", weights_only=True) for name in needed]
+    states = []
+    for path in (Path(folder, name) for name in needed):
+        try:
+            with path.open("rb") as file:
+                states.append(load_file(file))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}; load another checkpoint") from None
     return states if old_size == world_size else [reshard(states, world_size)[rank]]

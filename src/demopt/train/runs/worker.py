@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import sys
-import zipfile
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from demopt.runs.inbox import FolderOutcome
 from demopt.runs.key import read_key
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
+from demopt.state import load_file
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
 from demopt.train.data import (
     TOKEN_SUFFIXES,
@@ -341,12 +341,11 @@ class Worker:
         if not (self.config.resume and place.exists()):
             return False
         try:
-            if broken := zipfile.ZipFile(place).testzip():  # torch reads past wrong checksums
-                raise ValueError(f"{broken} in it is damaged")
-            state = torch.load(place, map_location="cpu", weights_only=True)
+            with place.open("rb") as file:
+                state = load_file(file)
             self.drawn, self.run.unsent = int(state["drawn"]), int(state.get("sequences", 0))
             self.optimizer.load_state_dict(state["optimizer"])
-        except Exception as error:  # of zip, pickle, torch or the optimizer: it may hold anything
+        except Exception as error:  # of the file or the optimizer: it may hold anything
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
             raise InputError(told) from None
         return True
