@@ -131,17 +131,16 @@ def _show(plan: Plan, case: Case | None) -> None:
         for workers in plan.calls:
             table.add_row(f"{workers:,}", *(digits(figure(method, workers)) for method in methods))
         console.print(table)
-    demo_kept, local_kept = plan.kept
     sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
-    demo_memory, local_memory = (digits(each / 1e6) for each in plan.memory_bytes)
-    demo_bits, local_bits = (f"{plan.message_bits(method):.3g}" for method in ("DeMo", "LocalDeMo"))
+    kept, held = plan.kept, {method: digits(each / 1e6) for method, each in plan.memory_bytes.items()}
     console.print(
-        f"\nAs many MB are sent. Bits per parameter and step, in a worker's message: LocalDeMo {local_bits}, DeMo "
-        f"{demo_bits}, DDP 32 or 16 (its ring sends up to twice that).\n"
-        f"DeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
+        "\nAs many MB are sent. Bits per parameter and step, in a worker's message: LocalDeMo "
+        f"{plan.message_bits('LocalDeMo'):.3g}, DeMo {plan.message_bits('DeMo'):.3g}, DDP 32 or 16 (its ring sends up "
+        "to twice that).\n"
+        f"DeMo: top-k {plan.demo.top_k}, {kept['DeMo']:,} coefficients per message; {held['DeMo']} MB of memory per "
         f"worker for momentum and update rule ({plan.demo.update}).\n"
-        f"LocalDeMo: {sent}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
-        f"steps; {local_memory} MB for global weights and error, in addition to the inner optimizers.\n"
+        f"LocalDeMo: {sent}, {kept['LocalDeMo']:,} coefficients per message, a round every {local.sync_every} steps; "
+        f"{held['LocalDeMo']} MB for global weights and error, in addition to the inner optimizers.\n"
         f"Values: {local.values}. DDP: a ring all-reduce of the gradients, during backward."
     )
     if case:
@@ -193,19 +192,21 @@ class Call:
     size: float
     times: int = 1
 
+    def exchanged_bytes(self, workers: int) -> float:
+        """Returns the bytes that a rank sends, and receives: all_gather and all_reduce go in a ring."""
+        parts = {"all_gather": workers, "all_to_all": 1, "all_reduce": 2}[self.kind]
+        return self.times * self.size * parts * (workers - 1) / workers
+
 
 @dataclass(frozen=True)
 class Plan:
-    """The collectives of a step, or of LocalDeMo's round, by number of workers, then by method.
-
-    Memory is that of the optimizers per worker; LocalDeMo's inner optimizers are not in it.
-    """
+    """The collectives of a step, or of LocalDeMo's round, by number of workers, then by method."""
 
     model: Model
     demo: TrainConfig
     local: TrainConfig
-    kept: tuple[int, int]  # coefficients in a message of DeMo, and of LocalDeMo
-    memory_bytes: tuple[int, int]
+    kept: dict[str, int]  # coefficients in a message, of DeMo and LocalDeMo
+    memory_bytes: dict[str, int]  # of these per worker, without LocalDeMo's inner optimizers
     calls: dict[int, dict[str, tuple[Call, ...]]]
     memory: dict[str, int]  # bytes, by what they are for; of a worker with LocalDeMo, without activations
 
@@ -216,7 +217,7 @@ class Plan:
 
     def received_bytes(self, method: str, workers: int) -> float:
         """Returns the bytes that a rank receives per step; it sends as many."""
-        return exchanged_bytes(self.calls[workers][method], workers) / self.steps(method)
+        return sum(call.exchanged_bytes(workers) for call in self.calls[workers][method]) / self.steps(method)
 
     def steps(self, method: str) -> int:
         """Returns the steps per round of a method."""
@@ -263,33 +264,27 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     from demopt.replicator.wiring import make_route
     from demopt.train.method import make_optimizer, memory_of
 
-    optimizers: list[Any] = [make_optimizer(config, model.module, SingleRank()) for config in (demo, local)]
-    groups = [optimizer.replicator.wiring().chunk_groups for optimizer in optimizers]
+    configs = {"DeMo": demo, "LocalDeMo": local}
+    made: dict[str, Any] = {name: make_optimizer(each, model.module, SingleRank()) for name, each in configs.items()}
+    groups = {name: each.replicator.wiring().chunk_groups for name, each in made.items()}
     calls: dict[int, dict[str, tuple[Call, ...]]] = {}
     for world_size in workers:
         calls[world_size] = {}
         for name, size in DENSE.items():  # in the buckets of DistributedDataParallel
             buckets = -(-size * model.parameters // BUCKET_BYTES)
             calls[world_size][name] = (Call("all_reduce", size * model.parameters / buckets, buckets),)
-        for name, each in zip(("DeMo", "LocalDeMo"), groups, strict=True):
-            route, _ = make_route("auto", each, 0, world_size, Workspace())
+        for name, mine in groups.items():
+            route, _ = make_route("auto", mine, 0, world_size, Workspace())
             message, answer = route.widths
             gather = (Call("all_gather", message),)
             owner = (Call("all_to_all", message), Call("all_gather", answer))
             calls[world_size][name] = owner if route.collectives == 2 else gather
-    kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
-    memory = [
-        sum(value.nbytes for entry in each.state.values() for value in entry.values() if value.is_meta)  # no counters
-        for each in optimizers
-    ]
-    needed = memory_of(local, model.module, optimizers[1])
-    return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), calls, needed)
-
-
-def exchanged_bytes(calls: Sequence[Call], workers: int) -> float:
-    """Returns the bytes that a rank sends in collectives, and receives: all_gather and all_reduce go in a ring."""
-    parts = {"all_gather": workers, "all_to_all": 1, "all_reduce": 2}
-    return sum(call.times * call.size * parts[call.kind] * (workers - 1) / workers for call in calls)
+    kept = {name: sum(group.chunks * group.key.keep for group in mine) for name, mine in groups.items()}
+    memory = {
+        name: sum(value.nbytes for entry in each.state.values() for value in entry.values() if value.is_meta)
+        for name, each in made.items()  # without counters
+    }
+    return Plan(model, demo, local, kept, memory, calls, memory_of(local, model.module, made["LocalDeMo"]))
 
 
 # On a link
@@ -307,7 +302,7 @@ class Link:
         """Returns the time that collectives take, one after the other."""
         seconds, gloo = 0.0, self.backend == "gloo"
         for call in calls:
-            sent = 8 * exchanged_bytes([call], workers) / (DATA_SHARE * self.bits_per_second)
+            sent = 8 * call.exchanged_bytes(workers) / (DATA_SHARE * self.bits_per_second)
             if gloo and workers == 2 and call.kind != "all_reduce":
                 sent *= 2  # whoever comes first sends, and its "ready to receive" waits behind its own data
             waits = trips(call, workers, gloo) * self.latency_seconds / 2 + gloo * HOST_SECONDS
@@ -336,7 +331,7 @@ def trips(call: Call, workers: int, gloo: bool) -> float:
         return workers
     if call.size < TINY:
         return 2 * (workers - 1)
-    return max(6 * (workers - 1) - 2, math.ceil(exchanged_bytes([call], workers) / call.times / SEGMENT_BYTES))
+    return max(6 * (workers - 1) - 2, math.ceil(call.exchanged_bytes(workers) / call.times / SEGMENT_BYTES))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan import Case, Link, Model, Plan, equal_bandwidth, exchanged_bytes, make_plan, of_count
+from demopt.plan import Case, Link, Model, Plan, equal_bandwidth, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -163,13 +163,13 @@ def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) 
     few = Model("few", torch.nn.ParameterList(problems.parameters(problems.FEW)), sum(map(math.prod, problems.FEW)))
     demo = {"update": update or "signum", **settings}
     calls = plan_of(few, world_size, demo=demo, **settings).calls[world_size][method]
-    planned = exchanged_bytes(calls, world_size)
+    planned = sum(call.exchanged_bytes(world_size) for call in calls)
     for sent, received, message, times in ranks.threads(counted, world_size, way, values):
         assert (sent, received, message, times) == (planned, planned, calls[0].size, len(calls))
 
 
 def test_plan_of_a_large_model_allocates_nothing() -> None:
     plan = plan_of(of_count("10B"), 1024)
-    assert plan.memory_bytes[0] == pytest.approx(4e10, rel=1e-5)
-    assert plan.kept[0] == 32 * math.ceil(1e10 / 4096)
+    assert plan.memory_bytes["DeMo"] == pytest.approx(4e10, rel=1e-5)
+    assert plan.kept["DeMo"] == 32 * math.ceil(1e10 / 4096)
     assert torch.empty(0).device.type == "cpu"  # the meta device was no default

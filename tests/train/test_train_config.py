@@ -10,7 +10,7 @@ import torch
 from demopt import V1, DeMo, LocalDeMo, cli
 from demopt.exchange import SingleRank
 from demopt.train import method as method_module
-from demopt.train.config import DEFAULTS, SETTINGS, InputError, TrainConfig, assemble, differences, resolve
+from demopt.train.config import DEFAULTS, SETTINGS, InputError, TrainConfig, assemble, check_same_run, resolve
 from demopt.train.method import check_settings, make_method, make_optimizer
 from demopt.train.model import build, count_parameters
 from demopt.train.team import Team
@@ -24,10 +24,12 @@ def test_flags_reach_the_config_and_override_its_file(tmp_path, monkeypatch, com
     assert seen == [TrainConfig(lr=1.0, top_k=9, compile=True, data=["a", "b"])]
 
 
-def test_differences_ignore_what_may_change_on_resume():
-    one = TrainConfig().record()
-    assert differences(one, TrainConfig(out="b", save_every=7, resume=True, threads=2).record()) == []
-    assert differences(one, TrainConfig(steps=7, seed=3).record()) == ["seed", "steps"]
+def test_same_run_may_change_its_free_settings_alone():
+    before = TrainConfig().record()
+    free = TrainConfig(out="b", save_every=7, resume=True, threads=2)
+    check_same_run(free, "text", before, "text", "it", "go on")
+    with pytest.raises(InputError, match="^--seed is 3, and it has 0; go on$"):
+        check_same_run(TrainConfig(steps=7, seed=3), "text", before, "text", "it", "go on")
 
 
 def test_resume_auto_starts_and_goes_on(tmp_path):

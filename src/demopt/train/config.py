@@ -204,22 +204,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def differences(one: Given, other: Given) -> list[str]:
-    """Returns the names of the settings that make two records different runs."""
-    free = ("batch",) if one.get("global_batch") else ()  # each worker's forward pass may then be what its memory takes
-    return [
-        name
-        for name, about in SETTINGS.items()
-        if not about["free"] and name not in free and one.get(name) != other.get(name)
-    ]
-
-
 def check_same_run(config: TrainConfig, text: str, before: Given, text_before: str, where: str, remedy: str) -> None:
     """Raises InputError if settings or fingerprints of the text are not those of the run `where`."""
     settings, before = config.record(), config_of(before).record()
-    if changed := differences(before, settings):
-        name = changed[0]
-        raise InputError(f"{flag(name)} is {settings[name]}, and {where} has {before[name]}; {remedy}")
+    for name in settings:
+        # with --global-batch, each worker's forward pass is what its memory takes
+        free = SETTINGS[name]["free"] or (name == "batch" and before["global_batch"])
+        if settings[name] != before[name] and not free:
+            raise InputError(f"{flag(name)} is {settings[name]}, and {where} has {before[name]}; {remedy}")
     if text != text_before:
         raise InputError(
             f"the text or tokenizer here is not that of {where} (fingerprints {text[:8]} and {text_before[:8]}): give "
