@@ -28,7 +28,7 @@ def test_same_run_may_change_its_free_settings_alone():
     before = TrainConfig().record()
     free = TrainConfig(out="b", save_every=7, resume=True, threads=2)
     check_same_run(free, "text", before, "text", "it", "go on")
-    with pytest.raises(InputError, match="^--seed is 3, and it has 0; go on$"):
+    with pytest.raises(InputError, match=r"^--seed is 3, and it has 0; go on$"):
         check_same_run(TrainConfig(steps=7, seed=3), "text", before, "text", "it", "go on")
 
 

@@ -265,16 +265,6 @@ class ChunkGroup:
             start += chunked.chunking.chunks
 
 
-def group_key(parameter: Tensor, number: int, settings: Hyperparameters) -> tuple[GroupKey, Chunking]:
-    """Returns the key of the chunk group for a parameter of parameter group `number`, and the parameter's chunking."""
-    local = to_local(parameter)
-    cut = chunking(tuple(local.shape), settings.chunk, settings.chunking)
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    keep = settings.keep_count(cut.chunk_shape[0] * cut.chunk_shape[1])
-    traits = (keep, settings.values, settings.transform, dtype, local.device, settings.is_exact(dtype))
-    return GroupKey(number, cut.chunk_shape, *traits), cut
-
-
 def build(
     parameters: Iterable[tuple[int, Tensor]],
     settings: list[Hyperparameters],
@@ -289,7 +279,12 @@ def build(
     by_key: dict[GroupKey, list[ChunkedParameter]] = {}
     for number, (group, parameter) in enumerate(parameters):
         if parameter.requires_grad:
-            key, cut = group_key(parameter, group, settings[group])
+            local, own = to_local(parameter), settings[group]
+            cut = chunking(tuple(local.shape), own.chunk, own.chunking)
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            keep = own.keep_count(math.prod(cut.chunk_shape))
+            traits = (own.values, own.transform, dtype, local.device, own.is_exact(dtype))
+            key = GroupKey(group, cut.chunk_shape, keep, *traits)
             by_key.setdefault(key, []).append(ChunkedParameter(number, parameter, cut))  # also without chunks
     old = {_buffers_of(chunk_group.key, chunk_group.parameters): chunk_group for chunk_group in before}
     return [

@@ -52,7 +52,7 @@ def compress(
     gradients: Sequence[Tensor | None],  # shaped like the parameters
     unscale: float,
     workspace: Workspace,
-    minus: Sequence[Tensor | None] | None = None,  # shaped like the gradients
+    minus: Sequence[Tensor | None] | None,  # shaped like the gradients
 ) -> list[Tensor]:  # uint8 [bytes], or bool [bits] on an accelerator
     """Steps 1 to 4: updates the momentum, selects its strongest coefficients and encodes them as planes.
 
@@ -176,7 +176,7 @@ def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tenso
         chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair_2Crc[0])
         return
     rows, columns = chunk_group.inverse_bases
-    units_C = _aggregate(chunk_group, coefficients, pair_2Crc)
+    units_C = _aggregate(chunk_group, coefficients, pair_2Crc, by_sign=False)
     if units_C is None:
         transform.inverse(pair_2Crc[0], rows, columns, pair_2Crc[1])
         return
@@ -194,7 +194,7 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
         here = sums_CN[start : start + chunk_group.block_chunks]
         part = received.chunks(start, start + chunk_group.block_chunks)
         # of the pair, signs need no spare
-        units_C = part.aggregate("mean", chunk_group.largest_level, here.unsqueeze(0))
+        units_C = part.aggregate("mean", chunk_group.largest_level, here.unsqueeze(0), by_sign=False)
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)
@@ -278,13 +278,10 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
 
 def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
     """Returns the parameters if kernels can do steps 6 to 8 in one pass over them, with the same bits."""
-    parameters = []
-    for chunked in chunk_group.parameters:
-        parameter = to_local(chunked.parameter.detach())
-        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-            return None
-        parameters.append(parameter)
-    return parameters if apart(parameters) else None  # threads write them at the same time
+    parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]
+    if all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters):
+        return parameters if apart(parameters) else None  # threads write them at the same time
+    return None
 
 
 def _received(chunk_group: ChunkGroup, coefficients: Coefficients) -> kernels.Received:
@@ -307,9 +304,7 @@ def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients, pair
     sign(out, coefficients.codes.any(0) if ties and coefficients.codes is not None else None)
 
 
-def _aggregate(
-    chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool = False
-) -> Tensor | None:
+def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, in the returned units [C]."""
     reduction, level = chunk_group.settings.reduction, chunk_group.largest_level
     return coefficients.aggregate(reduction, level, pair_2Crc.flatten(2), by_sign)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 @functools.lru_cache(maxsize=256)
 def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns numbers as a tensor that is made once."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 

@@ -143,12 +143,10 @@ def _timeout_of(pg: Any) -> timedelta | None:
 def collectives_between(ranks: frozenset[int]) -> int:
     """Returns the number of collectives so far in all process groups that have several of these global ranks."""
     count = 0
-    if len(ranks) > 1:
-        groups: list[Any] = [*dist.distributed_c10d._world.pg_map]
-        for pg in groups:
-            if len(ranks & {*dist.get_process_group_ranks(pg)}) > 1:
-                with suppress(RuntimeError):  # a backend that does not count
-                    count += pg._get_sequence_number_for_group()
+    for pg in [*dist.distributed_c10d._world.pg_map] if len(ranks) > 1 else ():
+        if len(ranks & {*dist.get_process_group_ranks(pg)}) > 1:
+            with suppress(RuntimeError):  # a backend that does not count
+                count += pg._get_sequence_number_for_group()
     return count
 
 
@@ -170,12 +168,9 @@ def resolve(process_group: Any) -> Exchange:
             "or two: between nodes, and inside a node"
         )
     is_group = hasattr(process_group, "get_group")  # of a mesh
-    if can_connect():  # `new_group` gives -100 to those outside
-        is_group = (
-            is_group
-            or isinstance(process_group, dist.ProcessGroup)
-            or process_group is dist.GroupMember.NON_GROUP_MEMBER
-        )
+    if can_connect() and not is_group:
+        outside = dist.GroupMember.NON_GROUP_MEMBER  # -100, which `new_group` gives to those outside
+        is_group = isinstance(process_group, dist.ProcessGroup) or process_group is outside
     if not is_group:
         raise TypeError(
             f"process_group is {process_group!r}; give a ProcessGroup or DeviceMesh of torch, an exchange such as "

@@ -7,15 +7,7 @@ from demopt.optim.local_demo import LocalDeMo
 
 
 def require_demo(optimizer: Any, where: str, remedy: str) -> Any:
-    """Returns the DeMo or LocalDeMo inside a framework's wrapper; TypeError, if it is another optimizer.
-
-    Examples:
-        >>> import torch
-        >>> require_demo(torch.optim.SGD([torch.zeros(1)]), "here", "leave it out")
-        Traceback (most recent call last):
-        TypeError: the optimizer is SGD, and here only DeMo and LocalDeMo synchronize the ranks, which would drift \
-apart; leave it out
-    """
+    """Returns the DeMo or LocalDeMo inside a framework's wrapper; TypeError, if it is another optimizer."""
     plain = optimizer
     while not isinstance(plain, DeMo | LocalDeMo):
         inside = getattr(plain, "optimizer", None)

@@ -30,7 +30,7 @@ typedef struct { /* one parameter, or its gradient, viewed as a matrix */
     void *data;            /* contiguous rows; NULL: all zeros */
     int64_t rows, columns;
     int64_t across, first; /* chunks per row of its grid; its first chunk in the chunk group */
-    int64_t is_bfloat16;
+    int64_t data_is_bfloat16;
     const void *minus;     /* subtracted from data when it is read; NULL: nothing */
     int64_t minus_is_bfloat16;
 } Matrix;
@@ -89,7 +89,7 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static void prefetch(const Matrix *m, int64_t chunk, int64_t r, int64_t c)
 {
     const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
-    const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
+    const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->data_is_bfloat16 ? 2 : 4;
     for (int64_t i = 0; i < height; i++) {
         const char *at = (const char *)m->data + ((row + i) * m->columns + column) * size;
         for (int64_t byte = 0; byte < c * size; byte += 64)
@@ -115,7 +115,7 @@ static void load(const Matrix *m, int64_t chunk, int64_t r, int64_t c, float *re
     for (int64_t i = 0; i < height; i++) {
         const int64_t at = (row + i) * m->columns + column;
         float *restrict to = x + i * ld;
-        if (m->is_bfloat16)
+        if (m->data_is_bfloat16)
             for (int64_t j = 0; j < width; j++)
                 to[j] = bfloat16(m->data, at + j);
         else

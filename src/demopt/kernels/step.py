@@ -21,7 +21,6 @@ from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
-_IS_BFLOAT16 = {"data": "is_bfloat16", "minus": "minus_is_bfloat16"}  # the fields of `Matrix` that tell dtypes
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 
@@ -38,7 +37,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = fields(
         (POINTER, "data"),
-        (WHOLE, "rows columns across first is_bfloat16"),
+        (WHOLE, "rows columns across first data_is_bfloat16"),
         (POINTER, "minus"),
         (WHOLE, "minus_is_bfloat16"),
     )
@@ -93,9 +92,7 @@ def matrices_of(chunkings: Sequence[Chunking]) -> Any:
     return matrices
 
 
-def read_from(
-    matrices: Any, tensors: Iterable[Tensor | None], minus: Iterable[Tensor | None] | None = None
-) -> list[Tensor]:
+def read_from(matrices: Any, tensors: Iterable[Tensor | None], minus: Iterable[Tensor | None] | None) -> list[Tensor]:
     """Makes matrices read these tensors, less those of `minus`; None counts as zeros.
 
     Returns the tensors that must stay alive: copies of those that are not contiguous float32 or bfloat16.
@@ -110,7 +107,7 @@ def read_from(
                 read, at = _held(what, given, torch.bfloat16 if narrow else torch.float32)
                 _check_matrix(what, given, matrix)
                 setattr(matrix, name, at)
-                setattr(matrix, _IS_BFLOAT16[name], narrow)
+                setattr(matrix, f"{name}_is_bfloat16", narrow)
                 alive.append(read)
     return alive
 
@@ -324,7 +321,7 @@ class Kernel:
         for number, (matrix, parameter) in enumerate(zip(self._matrices, parameters, strict=True)):
             what = f"parameter {number}"
             _check_matrix(what, parameter, matrix)
-            matrix.data, matrix.is_bfloat16, matrix.minus = address(what, parameter, torch.float32), False, None
+            matrix.data, matrix.data_is_bfloat16, matrix.minus = address(what, parameter, torch.float32), False, None
         check_apart(parameters, received.alive)
         job = _Apply(received, *self._at_matrices, *self._inverse, *factors, False, by_sign)
         run("apply", job, self._chunks * self._length)
@@ -357,9 +354,7 @@ def answer(received: Received, error_CN: Tensor, sum_CN: Tensor) -> tuple[Tensor
     return found
 
 
-def subtract_sent(
-    momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float = 1.0, decay: float = 1.0
-) -> None:
+def subtract_sent(momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float, decay: float) -> None:
     """momentum <- decay (momentum - alpha q), for signs that one rank sent."""
     chunks, length = momentum_CN.shape
     signs, at_signs = _held("signs", signs_1CS, torch.uint8, (1, chunks, (length + 7) // 8))

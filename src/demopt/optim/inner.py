@@ -7,7 +7,6 @@ of several elements are neither.
 """
 
 import inspect
-import itertools
 import json
 import re
 import weakref
@@ -106,7 +105,7 @@ class InnerOptimizers:
         finally:
             self.is_stepping = False
             for settings in self._settings:
-                settings.state.update(settings.changed())  # in the step, so by the optimizer
+                settings.state_names.update(settings.changed())  # in the step, so by the optimizer
 
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
@@ -118,11 +117,10 @@ class InnerOptimizers:
             if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on
                 continue
             on_cpu = (p for group in each.param_groups for p in group["params"] if p.is_cpu)
-            varied = (p for p in on_cpu if each.state.get(p) and varies(p))
-            for parameter in itertools.islice(varied, 1):
-                for name, value in each.state[parameter].items():
-                    if type(value) is Tensor and value.shape == parameter.shape and torch.equal(value, parameter):
-                        return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
+            first: Any = next((p for p in on_cpu if each.state.get(p) and varies(p)), None)
+            for name, value in each.state[first].items() if first is not None else ():
+                if type(value) is Tensor and value.shape == first.shape and torch.equal(value, first):
+                    return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
         return ""
 
     def restart(self) -> None:
@@ -208,8 +206,8 @@ class InnerOptimizers:
         self._follow()
         in_groups = [_state_in(group, state) for group in groups]
         loaded = []
-        for group, names in zip(groups, in_groups, strict=True):
-            loaded.append({**group, **{name: held[0] for name, held in names.items() if held}})
+        for group, saved in zip(groups, in_groups, strict=True):
+            loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
         entries = {
             number: {_own_name(name): value for name, value in entry.items() if name != IN_GROUP}
             for number, entry in state.items()
@@ -228,8 +226,8 @@ class InnerOptimizers:
             if isinstance(error, LookupError | AttributeError | RuntimeError):
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
-        for settings, names in zip(self._settings, in_groups, strict=True):
-            settings.state.update(names)
+        for settings, saved in zip(self._settings, in_groups, strict=True):
+            settings.state_names.update(saved)
         self._follow()
 
 
@@ -315,7 +313,7 @@ class GroupSettings:
         self.group = group
         self.first = {*group}  # the names that came with the group
         self.given: Group = {}  # the values that the user gave
-        self.state: set[str] = set()  # the names of what the optimizer changes
+        self.state_names: set[str] = set()  # of what the optimizer changes
         self._seen: dict[str, tuple[Any, Any]] = {}  # values, with a mark, by which to see a change in place
 
     def changed(self) -> Group:
@@ -333,12 +331,12 @@ class GroupSettings:
         """Takes over the changes between two steps, which are the user's."""
         loaded, self.group = group is not self.group, group  # loading replaces the groups, with the state in them
         for name, value in self.changed().items():
-            if not (loaded and name in self.state):
+            if not (loaded and name in self.state_names):
                 self.given[name] = _copy(value)
 
     def restart(self) -> None:
         """Sets the optimizer's state in the group back to what the user gave."""
-        for name in self.state & {*self.group}:
+        for name in self.state_names & {*self.group}:
             if name in self.given:
                 self.group[name] = _copy(self.given[name])
             else:
@@ -347,7 +345,7 @@ class GroupSettings:
 
     def packed_state(self) -> Tensor | None:
         """Returns the names of the state in the group, with the values that are plain, for a saved state: uint8 [n]."""
-        pairs = [(name, self.group.get(name)) for name in sorted(self.state, key=str) if isinstance(name, str)]
+        pairs = [(name, self.group.get(name)) for name in sorted(self.state_names, key=str) if isinstance(name, str)]
         found = {name: [value] if isinstance(value, bool | int | float | str | None) else [] for name, value in pairs}
         return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 

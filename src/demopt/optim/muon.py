@@ -64,9 +64,7 @@ def muon_groups(
     return [*groups, {"params": rest, "update": others_update, "lr": _ADAMW_SHARE * lr}] if rest else groups
 
 
-def _split_matrices(
-    model: nn.Module, others: Iterable[nn.Module] = ()
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _split_matrices(model: nn.Module, others: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`."""
     others = [others] if isinstance(others, nn.Module) else [*others]
     for module in (model, *others):

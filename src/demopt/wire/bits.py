@@ -37,7 +37,6 @@ class Plane:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Returns the bytes that `count` values of `bits` bits take."""
     return (count * bits + 7) // 8
 
 

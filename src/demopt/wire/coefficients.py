@@ -69,7 +69,6 @@ class Coefficients(ABC):
         return replace(first, **changed)
 
     def chunks(self, start: int, stop: int) -> Coefficients:
-        """Returns the coefficients of chunks [start, stop)."""
         top = None if self.top is None else self.top[start:stop]
         return self._with_each(lambda each: each[:, start:stop], top=top)
 
@@ -78,7 +77,6 @@ class Coefficients(ABC):
         return self._with_each(lambda each: each[rank : rank + 1], samples=(1,))
 
     def ranks(self, ranks: list[int]) -> Coefficients:
-        """Returns the coefficients of some ranks."""
         return self._with_each(lambda each: each[ranks], samples=tuple(self.samples[rank] for rank in ranks))
 
     @property
@@ -112,9 +110,7 @@ class Coefficients(ABC):
         """
 
     @abstractmethod
-    def aggregate(
-        self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
-    ) -> Tensor | None:
+    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool) -> Tensor | None:
         """Writes the reduced coefficients of all ranks to the first tensor, dense: floats, summed in the ranks' order.
 
         With `largest_level`, integers, whose sum is exact in any order; returns their units [C], unless only their
@@ -182,9 +178,7 @@ class Strongest(Coefficients):
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
         return replace(self, codes=clipped.to(self.codes.dtype), top=None)
 
-    def aggregate(
-        self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
-    ) -> Tensor | None:
+    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool) -> Tensor | None:
         positions_WCK = self.positions.to(torch.int64)
         if largest_level is None or self.codes is None:
             aggregate(positions_WCK, self.values, reduction, *pair_2CN)
@@ -252,9 +246,7 @@ class SignBits(Coefficients):
         samples = tuple(min(count, most) for count in self.samples)
         return replace(self, codes=torch.minimum(self.codes, _median(self.codes)), samples=samples, top=None)
 
-    def aggregate(
-        self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
-    ) -> Tensor | None:
+    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool) -> Tensor | None:
         weights = exact.weights_of(self.samples)
         if largest_level is not None:
             return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0], by_sign, self.top)

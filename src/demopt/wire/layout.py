@@ -37,12 +37,10 @@ class Section:
 
     @cached_property
     def index(self) -> IndexCode:
-        """The code of the positions."""
         return index_code(self.keep, self.length)
 
     @cached_property
     def all_signs(self) -> bool:
-        """Whether it holds the sign of every coefficient."""
         return self.keep == self.length and self.values == "sign"
 
     @cached_property
@@ -195,9 +193,8 @@ class Layout:
         if all(section.narrow_bytes == section.size for section in sections):
             narrow = bodies_WB[..., : sum(self.sizes)]
         else:
-            narrow = torch.cat(
-                [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)], -1
-            )
+            narrows = [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)]
+            narrow = torch.cat(narrows, -1)
         bits = bits_of(narrow).split([8 * section.narrow_bytes for section in sections], -1)
         counts, coded = [], []
         for section, mine in zip(sections, bits, strict=True):
@@ -239,7 +236,6 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """A 64-bit digest of the sections."""
         return digest(repr(self.sections))
 
 

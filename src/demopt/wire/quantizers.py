@@ -5,11 +5,13 @@ quantizer sends each value as a float. An integer quantizer sends small integers
 value = level x scale. A scale is the upper 12 bits of a float32 without its sign (8 bits of exponent, 4 of mantissa),
 so that levels x scales of all ranks can be summed as integers.
 
+Both have `bits` per value, `planes` for K values per chunk, and `encode`, which returns uint8 [...] for each plane of
+finite values; `numbers` decodes the last plane [..., bytes] to values, float32 or wider, or to levels [..., C, K].
+
 Shapes: C chunks, K kept coefficients per chunk.
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -23,29 +25,10 @@ _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scal
 _SMALLEST_SCALE = 1 << MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
 
 
-class Quantizer(ABC):
-    """How K values of each chunk travel: `bits` each, and a scale per chunk where they are levels."""
-
-    bits: int
-    largest_level: int  # 0: values are floats, without scales
-
-    @abstractmethod
-    def planes(self, keep: int) -> tuple[Plane, ...]:
-        """Returns the planes for K values per chunk."""
-
-    @abstractmethod
-    def encode(self, values_CK: Tensor) -> list[Tensor]:
-        """Encodes finite values as uint8 tensors, one per plane."""
-
-    @abstractmethod
-    def numbers(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
-        """Decodes the last plane [..., bytes] to values, float32 or wider, or to levels [..., C, K]."""
-
-
-class FloatQuantizer(Quantizer):
+class FloatQuantizer:
     """Sends each value as a float."""
 
-    largest_level = 0
+    largest_level = 0  # there are no levels, and no scales
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -65,7 +48,7 @@ class FloatQuantizer(Quantizer):
         return values
 
 
-class IntegerQuantizer(Quantizer):
+class IntegerQuantizer:
     """Sends levels -n to -1 and 1 to n: the lowest bit of a number is the sign, the rest the magnitude - 1.
 
     `scale` maps the magnitudes [C, K] of chunks to their scales [C].
@@ -110,7 +93,6 @@ def scale_plane(scale_C: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _bits_of_nearest(device: torch.device) -> Tensor:
-    """Returns the bits of `_nearest_codes`."""
     return each_bit(_nearest_codes(torch.device("cpu")), SCALE_BITS).to(device)
 
 
@@ -136,7 +118,7 @@ def _scales(device: torch.device, negative: bool) -> Tensor:
     return -scales if negative else scales
 
 
-QUANTIZERS: dict[str, Quantizer] = {
+QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
     "float64": FloatQuantizer(torch.float64),
     "float32": FloatQuantizer(torch.float32),
     # two thirds of the mean is near the least-squares scale for the strongest coefficients of a Gaussian
