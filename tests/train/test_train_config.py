@@ -25,11 +25,9 @@ def test_flags_reach_the_config_and_override_its_file(tmp_path, monkeypatch, com
 
 
 def test_same_run_may_change_its_free_settings_alone():
-    before = TrainConfig().record()
-    free = TrainConfig(out="b", save_every=7, resume=True, threads=2)
-    check_same_run(free, "text", before, "text", "it", "go on")
-    with pytest.raises(InputError, match=r"^--seed is 3, and it has 0; go on$"):
-        check_same_run(TrainConfig(steps=7, seed=3), "text", before, "text", "it", "go on")
+    check_same_run(TrainConfig(out="b", save_every=7, resume=True, threads=2), "", TrainConfig().record(), "", "", "")
+    with pytest.raises(InputError, match=r"^--seed is 3, and it has 0; go$"):
+        check_same_run(TrainConfig(steps=7, seed=3), "", TrainConfig().record(), "", "it", "go")
 
 
 def test_resume_auto_starts_and_goes_on(tmp_path):
