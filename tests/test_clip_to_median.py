@@ -63,11 +63,6 @@ def _against_all(number: int, shape: tuple[int, ...]) -> Tensor:
     return -torch.stack([_gradient(rank, number, shape) for rank in range(3)]).sum(0)
 
 
-def _against_the_third(number: int, shape: tuple[int, ...]) -> Tensor:
-    """Agrees with two, to be taken for honest, and fights the third."""
-    return _gradient(0, number, shape) + _gradient(1, number, shape) - 2 * _gradient(2, number, shape)
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("lie", [_flipped, _noise, _against_all], ids=lambda lie: lie.__name__)
 def test_security_one_of_four_that_lies_is_left_out(lie: Any, codec: dict[str, Any]) -> None:
@@ -93,8 +88,11 @@ def test_a_minority_that_agrees_with_itself_is_left_out(count: int) -> None:
 
 def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing() -> None:
     """Nobody can say who of the two lies: both are left out, and the update is that of the other two."""
-    two = _applied(*_built([0, 1], [], True))
-    assert torch.equal(_applied(*_built([0, 1, 2], [_against_the_third], True)), two)
+
+    def lie(number: int, shape: tuple[int, ...]) -> Tensor:
+        return _gradient(0, number, shape) + _gradient(1, number, shape) - 2 * _gradient(2, number, shape)
+
+    assert torch.equal(_applied(*_built([0, 1, 2], [lie], True)), _applied(*_built([0, 1], [], True)))
 
 
 def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter() -> None:
@@ -125,8 +123,7 @@ def test_security_samples_count_up_to_the_medians() -> None:
 def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
     """Agreeing in chunks of scale 0 earns nothing: the other chunks are flipped."""
     optimizers, messages = _built([0, 1, 2, 3], [], True)
-    route = optimizers[0].replicator.wiring().route
-    decoded = route.layout.checked(messages[:, HEADER_BYTES:])
+    decoded = optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:])
     agreed = torch.stack([each.agreement() for each in decoded]).sum(0)
     for each in decoded:
         each.codes[0, ::2] = 0
@@ -154,8 +151,7 @@ def test_folders_leave_out_liars_by_default() -> None:
 
     def asks(**more: Any) -> bool:
         optimizer = demopt.LocalDeMo(torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0), **more)
-        found: bool = optimizer.replicator.groups[0]["clip_to_median"]
-        return found
+        return optimizer.replicator.groups[0]["clip_to_median"]
 
     assert asks(process_group=FolderExchange(ObjectStore()))
     assert not asks(process_group=FolderExchange(ObjectStore()), clip_to_median=False)
@@ -174,8 +170,7 @@ def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor
     settings = {"lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", "clip_to_median": clip}
     optimizers, messages = [], []
     for rank, scale in enumerate(scales):
-        exchange = problems.OneOf(rank, len(scales))
-        optimizers.append(problems.demo(exchange, SMALL, **settings, **codec))
+        optimizers.append(problems.demo(problems.OneOf(rank, len(scales)), SMALL, **settings, **codec))
         problems.set_gradients(problems.all_parameters(optimizers[-1]), 0, rank)
         for parameter in problems.all_parameters(optimizers[-1]):
             parameter.grad *= scale

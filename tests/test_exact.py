@@ -22,22 +22,11 @@ LIMIT = 2**24
 GUARD_BITS = 3
 
 
-def _coefficients(world_size: int, chunks: int, length: int, keep: int, values: str) -> tuple[Tensor, ...]:
-    """Positions [W, C, K], levels [W, C, K], codes [W, C] at random; scales differ by up to 2**6, or are 0."""
-    torch.manual_seed(0)
-    positions = torch.rand(world_size, chunks, length).argsort(-1)[..., :keep].sort(-1).values
-    levels = torch.randint(1, LEVELS[values] + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
-    codes = torch.randint(121 * 16, 127 * 16, (world_size, chunks))
-    codes[:, 0] = 0  # of all ranks
-    codes[:-1, 1] = 0  # of all but the last
-    return positions, levels, codes
-
-
 def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> tuple[Tensor, Tensor]:
+    """Of positions [W, C, K], levels [W, C, K] and codes [W, C]: the sums, and the unit of each chunk."""
     positions, levels, codes = coefficients
     pair = torch.empty(2, positions.shape[1], length)
-    unit = exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair)
-    return pair[0], unit
+    return pair[0], exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair)
 
 
 def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> np.ndarray:
@@ -69,23 +58,26 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, world_size: int) -> None:
-    coefficients = _coefficients(world_size, 3, 40, 9, values)
+    """Of random coefficients; scales differ by up to 2**6, or are 0."""
+    torch.manual_seed(0)
+    positions = torch.rand(world_size, 3, 40).argsort(-1)[..., :9].sort(-1).values
+    levels = torch.randint(1, LEVELS[values] + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
+    codes = torch.randint(121 * 16, 127 * 16, (world_size, 3))
+    codes[:, 0] = 0  # of all ranks
+    codes[:-1, 1] = 0  # of all but the last
+    coefficients = positions, levels, codes
     out, _ = _aggregate(coefficients, 40, values, reduction)
     assert np.array_equal(out.numpy(), _literal_aggregate(coefficients, 40, values, reduction))
-
-
-def _worst(world_size: int, values: str, mantissa: int = 15) -> tuple[Tensor, ...]:
-    """All ranks send the largest level of the largest mantissa at the same two positions."""
-    positions = torch.arange(2).expand(world_size, 1, 2)
-    levels = torch.full((world_size, 1, 2), LEVELS[values])
-    return positions, levels, torch.full((world_size, 1), 127 * 16 + mantissa)
 
 
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("world_size", [1, 2, 64, 500, 1000, 4000])
 def test_exact_aggregate_worst_case_stays_below_2_24(values: str, world_size: int) -> None:
+    """All ranks send the largest level at the same two positions."""
+    positions, levels = torch.arange(2).expand(world_size, 1, 2), torch.full((world_size, 1, 2), LEVELS[values])
     for mantissa in (15, 0, 7):
-        out, unit = _aggregate(_worst(world_size, values, mantissa), 3, values, "mean")
+        codes = torch.full((world_size, 1), 127 * 16 + mantissa)
+        out, unit = _aggregate((positions, levels, codes), 3, values, "mean")
         assert float(out[0, 0]) * world_size < LIMIT
         assert float(out[0, 0] * unit[0]) == LEVELS[values] * (1 + mantissa / 16)
 
@@ -97,20 +89,10 @@ def _scaled(chunks: Tensor, terms: int) -> Tensor:
     return torch.round(chunks * 2.0 ** (bits - torch.frexp(largest).exponent.double()))
 
 
-def _chunks(count: int, rows: int, columns: int) -> Tensor:
-    """Sums as they come out of an aggregation: sparse integers, some divided by 3."""
-    generator = torch.Generator().manual_seed(0)
-    chunks = torch.randint(-20000, 20000, (count, rows, columns), generator=generator).float()
-    chunks[torch.rand(chunks.shape, generator=generator) < 0.9] = 0
-    chunks[count // 2 :] /= 3
-    return chunks
-
-
 def _inverse(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (exact.integer_basis(name, side) for side in chunks.shape[1:])
     out = chunks.clone()
-    units = exact.inverse(out, rows, columns, torch.empty_like(out))
-    return out, math.prod(units)
+    return out, math.prod(exact.inverse(out, rows, columns, torch.empty_like(out)))
 
 
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
@@ -121,7 +103,9 @@ def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(
     """The sum of magnitudes bounds every partial sum, in any order; also for the chunk that is worst for a row."""
     a, b = (exact.integer_basis(name, side).double() for side in (rows, columns))
     worst = a[:, a.abs().sum(0).argmax()].sign().mul(2.0**20).view(1, rows, 1).expand(1, rows, columns).float()
-    for chunks in (_chunks(2, rows, columns)[:1], worst):
+    torch.manual_seed(0)
+    sums = torch.randint(-20000, 20000, (1, rows, columns)) * (torch.rand(1, rows, columns) < 0.1).float()
+    for chunks in (sums, sums / 3, worst):  # as an aggregation leaves them, undivided or divided
         first = _scaled(chunks.double(), rows)[0] if rows > 1 else chunks[0].double()
         assert rows == 1 or float((a.T.abs() @ first.abs()).max()) <= LIMIT  # of one row there is no sum
         second = _scaled((a.T @ first).float().double().unsqueeze(0), columns)[0]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch._C import _distributed_c10d
@@ -90,9 +91,7 @@ def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhe
 
 @pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.EHOSTUNREACH])
 def test_machine_without_a_route_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def no_route(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
+    no_route = Mock(side_effect=OSError(number, os.strerror(number)))
     monkeypatch.setattr(module.socket, "create_connection", no_route)
     monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("waited"))
     (row,) = measure_pairs(MACHINES[1], MACHINES, free_port(), wait=1e6)

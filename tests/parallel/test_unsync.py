@@ -62,9 +62,7 @@ class Branches(nn.Module):
         hidden = self.first(inputs).tanh()
         found = torch.zeros(len(inputs), 16)
         found = found + self.second(hidden) if branches & 1 else found
-        found = found + self.rare(hidden) if branches & 2 else found
-        normed: Tensor = self.norm(found)
-        return normed
+        return self.norm(found + self.rare(hidden) if branches & 2 else found)
 
 
 WRAPS: dict[str, dict[str, Any]] = {
@@ -166,17 +164,11 @@ def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
 
 
 REFUSED = "the model went through replicate(), which only synchronises; leave that call out"
+HOOKED = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        *((kind, REFUSED) for kind in ("replicate", "replicate of FSDP2")),
-        (
-            "a hook",
-            "this DistributedDataParallel has a communication hook already, which would be lost; make it without",
-        ),
-    ],
+    ("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOKED)]
 )
 def test_unsync_refuses_what_it_cannot_change(kind: str, says: str) -> None:
     """Of replicate, before anything has changed."""
@@ -200,11 +192,8 @@ def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | N
     for other in (rank // 2 * 2, rank // 2 * 2 + 1):  # the ranks of this node
         backward(plain, other, 0)
         backward(plain, other, 1)
-    pairs = []
-    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
-        assert sharded.grad is not None
-        assert whole.grad is not None
-        pairs.append((sharded.grad.full_tensor(), whole.grad / 2))  # type: ignore[attr-defined]
+    both = zip(model.parameters(), plain.parameters(), strict=True)
+    pairs = [(sharded.grad.full_tensor(), whole.grad / 2) for sharded, whole in both]
     return {"found": mode.found, "pairs": pairs}
 
 

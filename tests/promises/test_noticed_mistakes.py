@@ -77,8 +77,7 @@ def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind:
 
 
 def _wrapped() -> tuple[torch.optim.Optimizer, LocalDeMo]:
-    parameters = problems.parameters([(4, 4)])
-    inner = torch.optim.AdamW(parameters, lr=0.1)
+    inner = ADAMW(problems.parameters([(4, 4)]), lr=0.1)
     return inner, LocalDeMo(inner, sync_every=2)
 
 
@@ -88,8 +87,9 @@ def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing() -> None
         parameter = problems.all_parameters(each)[0]
         before = parameter.detach().clone()
         problems.set_gradients([parameter], 0)
-        says = r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\) of"
-        with pytest.raises(RuntimeError, match=says):
+        with pytest.raises(
+            RuntimeError, match=r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\) of"
+        ):
             each.inner[0].step()
         assert torch.equal(parameter, before)
         each.step()
@@ -235,8 +235,7 @@ class Layers(nn.Module):  # torch.compile leaves out the forward of nn.Sequentia
         self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.second(self.first(inputs).tanh())
-        return found
+        return self.second(self.first(inputs).tanh())
 
 
 def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:

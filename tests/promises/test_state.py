@@ -112,8 +112,7 @@ def test_each_tensor_of_a_state_costs_what_it_holds(make: Callable[..., Any], se
     def trained(exchange: Exchange) -> dict[str, Any]:
         optimizer = make(exchange, [(32, 32)] * 40, **settings)
         problems.train(optimizer, range(2), exchange.rank)
-        state: dict[str, Any] = optimizer.state_dict()
-        return state
+        return optimizer.state_dict()
 
     for state in ranks.threads(trained, 2):
         tensors = [value for entry in state["state"].values() for value in entry.values() if torch.is_tensor(value)]
@@ -136,8 +135,7 @@ def test_each_tensor_of_a_state_costs_what_it_holds(make: Callable[..., Any], se
 
 def test_deepcopy_with_model_trains_the_copied_model() -> None:
     model = torch.nn.Linear(5, 3)
-    optimizer = DeMo(model.parameters(), lr=0.1)
-    twin_model, twin = copy.deepcopy((model, optimizer))
+    twin_model, twin = copy.deepcopy((model, DeMo(model.parameters(), lr=0.1)))
     assert [id(p) for p in problems.all_parameters(twin)] == [id(p) for p in twin_model.parameters()]
     assert set(twin.state) == set(twin_model.parameters())
     before = twin_model.weight.detach().clone()
