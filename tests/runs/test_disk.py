@@ -141,14 +141,12 @@ def test_folder_that_is_gone_or_another_is_not_written_and_comes_back(run, tmp_p
 
 
 def test_what_a_killed_process_left_is_deleted_after_a_day(tmp_path):
-    run = Disk(tmp_path / "run")
-    run.put_if_absent("a", b"x")
+    Disk(tmp_path / "run").put_if_absent("a", b"x")
     for name, age in (("old", 90_000), ("new", 0)):
         left = tmp_path / "run" / ".partial" / name
         left.touch()
         os.utime(left, (left.stat().st_mtime - age,) * 2)
-    again = Disk(tmp_path / "run")
-    again.put_if_absent("b", b"x")
+    Disk(tmp_path / "run").put_if_absent("b", b"x")
     assert os.listdir(tmp_path / "run" / ".partial") == ["new"]
 
 
@@ -156,8 +154,7 @@ def test_new_folders_have_the_mode_of_the_runs_own(tmp_path):
     """So several users can share a run: chmod 3770 lets each delete only its own files."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o3770)
-    run = Disk(tmp_path / "run")
-    run.put_if_absent("rounds/1/a", b"x")
+    Disk(tmp_path / "run").put_if_absent("rounds/1/a", b"x")
     for folder in ("rounds", "rounds/1", ".partial"):
         assert stat.S_IMODE((tmp_path / "run" / folder).stat().st_mode) == 0o3770
     umask = os.umask(0)

@@ -196,8 +196,7 @@ def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):
 
 def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):
     with small_s3(monkeypatch, at_first(lambda *_: (-500, ""), lambda *_: None)) as objects:
-        patient = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail)
-        assert not patient.put_if_absent("a", b"x")
+        assert not Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail).put_if_absent("a", b"x")
         assert objects == {"run/a": b"x"}
 
 

@@ -61,8 +61,7 @@ def test_worker_that_is_second_to_start_a_run_joins_it_and_leaves_no_weights_of_
 
     first, slow = Worker(store, 0), stores.Through(store)
     slow.put_if_absent = at_first(too_late, store.put_if_absent)
-    second = Worker(slow, 1).join()
-    assert second.digest == first.digest
+    assert Worker(slow, 1).join().digest == first.digest
     assert store.list("start") == {first.run.record.identity}
 
 
@@ -143,10 +142,7 @@ def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
 
 @pytest.mark.parametrize(
     ("gone", "told"),
-    [
-        ("rounds/00000000/manifest", "is its disk mounted"),
-        ("rounds/00000001/w1.message", "w1.message is gone"),
-    ],
+    [("rounds/00000000/manifest", "is its disk mounted"), ("rounds/00000001/w1.message", "w1.message is gone")],
 )
 def test_wish_to_stop_ends_the_waits_of_a_round_and_each_local_step_is_applied_once(gone, told, tmp_path, monkeypatch):
     monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.1)
@@ -231,12 +227,10 @@ def test_round_in_which_every_message_is_refused_ends_at_a_checkpoint_too(store)
 
 
 def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store):
-    first = Worker(store, 0, keep_log=True)
-    first.round()
+    Worker(store, 0, keep_log=True).round()
     stores.change(store, log.message_name(0, "w0"), lambda data: data + b" ")
-    second = Worker(store, 1)
     with pytest.raises(MessageError, match="is not the object that the manifest of its round names"):
-        second.join()
+        Worker(store, 1).join()
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,9 @@ def test_wish_to_stop_is_of_one_run():
 # What others wrote
 
 
+NUMBERS = st.integers(-(10**30), 10**30) | st.floats()
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**30), 10**30)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["w-1", RUN]),
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=8) | st.sampled_from(["w-1", RUN]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
@@ -335,8 +331,7 @@ def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_an
     worker = Worker(store, 0, checkpoint_every=1)
     stores.put(store, "checkpoints/00000003", b"{}")
     worker.round(3)
-    told = "checkpoints/00000003 is another one than follows from the messages; nothing is deleted"
-    assert told in worker.said[0]
+    assert "checkpoints/00000003 is another one than follows from the messages; nothing is deleted" in worker.said[0]
     assert all(log.look(store, number).messages for number in (1, 2))
     worker.round()
     assert worker.rounds == 4

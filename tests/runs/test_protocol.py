@@ -87,8 +87,7 @@ class Tokens:
         sent = self.pending[:MOST]
         tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
         message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
-        attached = self.run.attachment(self, self.header(None), None)
-        self.round = self.round_of(message, attached, in_momentum=True)
+        self.round = self.round_of(message, self.run.attachment(self, self.header(None), None), in_momentum=True)
 
     def exchange(self) -> Any:
         now = self.round

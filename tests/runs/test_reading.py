@@ -35,10 +35,8 @@ class Reader(InTurns):
 
 def lost(bare: Store) -> set[int]:
     """The numbers of workers that a manifest drops without a message of theirs."""
-    record, found, number = log.read_record(bare), set[int](), 0
-    before = None
-    assert record is not None
-    while (manifest := log.read_manifest(bare, record.identity, number)) is not None:
+    identity, found, number, before = log.read_record(bare).identity, set[int](), 0, None
+    while (manifest := log.read_manifest(bare, identity, number)) is not None:
         for worker in before.reading.held if before and before.reading else ():
             if worker not in {*manifest.members, *(sender.worker for sender in manifest.senders)}:
                 found |= {*before.reading.numbers(worker)}

@@ -159,6 +159,5 @@ def test_endpoint_that_is_none_is_named(endpoint, monkeypatch):
 def test_missing_bucket_is_named(address, monkeypatch):
     servers.environment("azure" if address.startswith("az") else "s3", monkeypatch)
     store = Patient(open_store(address), patience=1e9, say=pytest.fail)
-    told = f"{address}: no such bucket or folder; create it, or correct the name"
-    with pytest.raises(ExchangeError, match=told):
+    with pytest.raises(ExchangeError, match=f"{address}: no such bucket or folder; create it, or correct the name"):
         store.get("a", most=9)

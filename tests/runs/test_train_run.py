@@ -174,8 +174,7 @@ class Machines:
 
     def code(self, process: Any) -> int:
         process.join(LIMIT)
-        code: int = process.exitcode
-        return code
+        return process.exitcode
 
     def rows(self, out: str) -> list[dict[str, Any]]:
         """The metrics of a worker."""
@@ -202,9 +201,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machi
     assert len(machines.manifest(3).senders) == 2
     machines.kill(second)
     third = machines.join("third", at=5)
-    told = machines.told("status")
-    assert re.search(r"next message\s", told), told
-    assert "awaited: it has joined" in told
+    assert re.search(r"next message\s.*awaited: it has joined", machines.told("status"), re.DOTALL)
     assert "others: demopt join" in machines.said("first")
     assert "others:" not in machines.said("second")
     machines.reach(6)
@@ -269,8 +266,7 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.reach(9)
     machines.leave(first, "first", until=11)  # it may have asked for round 10 already
     machines.manifest(10)
-    told = machines.told("status")
-    assert re.search(r"epoch 0\.\d\d of 1  ", told), told
+    assert re.search(r"epoch 0\.\d\d of 1  ", machines.told("status"))
     machines.told("stop")
     machines.allow(13)
     assert machines.code(third) == 130, machines.said("third")
@@ -294,8 +290,7 @@ def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machin
     resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (8000, 8000))  # its metrics get longer before its first message
     assert machines.code(second) == 1, machines.said("second")
     (machines.allowed / GONE).touch()
-    told = machines.said("second").splitlines()[-1]
-    assert f"--out {machines.place / 'second'}: cannot be written" in told
+    assert f"--out {machines.place / 'second'}: cannot be written" in machines.said("second").splitlines()[-1]
     machines.allow(99)
     digest = machines.ended(first, "first")
     assert [*machines.manifest(1).members.values()] == [1]  # of the second, which was waited for
@@ -308,16 +303,17 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     second = machines.join("second", at=1)
     assert "all workers will stop" in machines.told("stop")
     machines.allow(2)
-    codes = machines.code(first), machines.code(second)
-    assert codes == (130, 130), machines.said("first") + machines.said("second")
+    assert [machines.code(each) for each in (first, second)] == [130, 130], machines.said("first")
     assert "demopt stop ended the run" in machines.said("second")
     assert machines.manifest(1).stop
     told = machines.told("status")
-    assert told.startswith("stopped: run "), told
+    assert told.startswith("stopped: run ")
     assert re.search(r"last round .* ago", told)
     assert "awaited" not in told
-    told = machines.told("stop")
-    assert told == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
+    assert (
+        machines.told("stop")
+        == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
+    )
     (machines.allowed / GONE).touch()
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
@@ -373,11 +369,10 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     first = machines.start("train", "--run", machines.run, *more.split(), *own, out="first")
     machines.reach(2)
     moved = base.rename(machines.place / "moved")
-    told = command("join", machines.run, "--out", machines.place / "x", code=2)
-    assert f"the run's model is {base}, which is not here: give a copy of it by --model" in told
+    join = ("join", machines.run, "--out", machines.place / "x")
+    assert f"the run's model is {base}, which is not here: give a copy of it by --model" in command(*join, code=2)
     other = models.save_tiny(machines.place / "other", seed=2)
-    told = command("join", machines.run, "--out", machines.place / "x", "--model", other, code=2)
-    assert "these are not the weights that the run began with" in told
+    assert "these are not the weights that the run began with" in command(*join, "--model", other, code=2)
     seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved)
     assert seen.startswith("the model after 3 rounds is in")
     assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
@@ -399,18 +394,16 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     machines.ended(machines.train("first", steps=5), "first")
     other = machines.place / "other.txt"
     other.write_text("something else entirely. " * 400)
-    again = ["train", "--run", machines.run, *SMALL, "--steps", "5", "--out", str(machines.place / "out")]
-    told = command(*again, "--data", str(other), code=2)
-    assert "the text or tokenizer here is not that of the run in" in told
-    told = command(*again, "--lr", "0.5", *machines.data, code=2)
-    assert "--lr is 0.5, and the run in" in told
-    told = command("join", machines.run, "--model", str(machines.place / "first" / "model"), code=2)
+    again = ["train", "--run", machines.run, *SMALL, "--steps", 5, "--out", machines.place / "out"]
+    assert "the text or tokenizer here is not that of the run in" in command(*again, "--data", other, code=2)
+    assert "--lr is 0.5, and the run in" in command(*again, "--lr", 0.5, *machines.data, code=2)
+    told = command("join", machines.run, "--model", machines.place / "first" / "model", code=2)
     assert told == f"demopt: the run in {machines.run} began with a fresh model; leave out --model\n"
     told = command("join", machines.run, "--batch", 1, code=2)
     assert told == "demopt: --batch is 1, and the run has 2; it may differ only with --global-batch\n"
     text = Path(machines.data[1])
     text.rename(machines.place / "moved.txt")
-    told = command("join", machines.run, "--out", str(machines.place / "late"), code=2)
+    told = command("join", machines.run, "--out", machines.place / "late", code=2)
     assert f"the run's text is {text}, which is not here: give a copy of it by --data" in told
     (machines.place / "moved.txt").rename(text)
     told = command("join", machines.run, "--out", machines.place / "late")
@@ -419,10 +412,9 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     shutil.copytree(machines.run, machines.place / "broken")
     shutil.rmtree(machines.place / "broken" / "start")
     shutil.rmtree(machines.place / "broken" / "checkpoints")
+    broken = ("train", "--run", machines.place / "broken", "--timeout", 1, *again[3:], *machines.data)
     for _ in range(2):  # a command that failed before it trained leaves --out free
-        broken = ("train", "--run", str(machines.place / "broken"), "--timeout", "1", *again[3:], *machines.data)
-        told = command(*broken, code=1)
-        assert "has no object start/" in told
+        assert "has no object start/" in command(*broken, code=1)
 
 
 def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run(machines, command, monkeypatch):
