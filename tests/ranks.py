@@ -158,7 +158,6 @@ def values_of(found: list[Outcome]) -> list[Any]:
     if failed:
         told = "\n".join(f"rank {rank}:\n{o.trace or o.error}" for rank, o in enumerate(found) if o.error is not None)
         cause = min(failed, key=lambda outcome: outcome.at).error  # the first; others often follow from it
-        assert cause is not None
         raise cause from RemoteError(told)
     return [outcome.value for outcome in found]
 

@@ -1,6 +1,7 @@
-"""The rest of the library on an accelerator: buffers, checkpoints, folders, memory, and state on the host."""
+"""The rest of the library on an accelerator: buffers, checkpoints, folders, memory, waits, and state on the host."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ import demopt
 import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
-from demopt.exchange import Exchange, SingleRank
+from demopt.exchange import Exchange, SingleRank, Threads
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
 from laboratory import gpu
@@ -110,6 +111,47 @@ def test_extra_memory_stays_in_bounds(on_toy: Any, kind: str) -> None:
     ((at_rest, at_most),) = on_toy(_memory, 1, kind)
     assert at_rest <= MOST[kind][1]
     assert at_most <= MOST[kind][2]
+
+
+WAITS = {"DeMo": 2, "DeMo muon": 2, "LocalDeMo": 2, "LocalDeMo owner": 3}
+
+
+def _waits(rank: int, world_size: int, name: str) -> list[int]:
+    """Of the third step of each of two ranks in threads, without the exchange itself."""
+
+    def uncounted(threads: Threads, combine: Callable[[Threads], None] = Threads._combine) -> None:
+        with toy.counting(False):
+            combine(threads)
+
+    def work(exchange: Exchange) -> int:
+        params = [
+            nn.Parameter(each.detach().to("toy")) for each in problems.parameters([(96, 64), (64, 64), (64, 200)])
+        ]
+        kind, _, more = name.partition(" ")
+        if kind == "DeMo":
+            optimizer: Any = demopt.DeMo(params, update=more or "signum", process_group=exchange)
+        else:
+            inner = problems.SGD(params)
+            optimizer = demopt.LocalDeMo(inner, sync_every=1, route=more or "gather", process_group=exchange)
+        for step in range(3):
+            for number, parameter in enumerate(params):
+                parameter.grad = problems.draw(parameter.shape, step, exchange.rank, number).to("toy")
+            with toy.counting() as found:
+                optimizer.step()
+        assert found["launches"] > 10  # or nothing was seen
+        return found.get("syncs", 0)
+
+    with mock.patch.object(Threads, "_combine", uncounted):
+        return Threads(2, timeout=300.0).run(work)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy: Any, name: str) -> None:
+    """On route owner they arrive twice, and before it answers an owner must know on the host that all parts are whole.
+
+    It must also know which of them are flagged, and their weights: that is the third.
+    """
+    assert max(on_toy(_waits, 1, name)[0]) <= WAITS[name]
 
 
 # With its state on the host, LocalDeMo runs only copies on an accelerator

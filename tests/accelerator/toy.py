@@ -65,8 +65,6 @@ def register() -> None:
     if _LOADED:
         return
     spec = importlib.util.spec_from_file_location("toy_device", build())
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.on_wait(lambda stream: _wait(stream, "synchronize"))
@@ -131,9 +129,8 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         if value.device.type == "toy":
             given.append((value, device.host(value)))
             return given[-1][1]
-        if value.dim() and not name.startswith(
-            ("index", "_index_put")
-        ):  # CUDA takes numbers from the host, and indices
+        # CUDA takes numbers from the host, and indices
+        if value.dim() and not name.startswith(("index", "_index_put")):
             strangers.append(value)
         return value
 
@@ -232,7 +229,7 @@ def _count(what: str, times: int = 1) -> None:
 def counting(on: bool = True) -> Iterator[dict[str, int]]:
     """What this thread runs inside: launches, copies, waits, and launches by operator; or nothing of it."""
     before = getattr(_OF_THREAD, "counts", None)
-    found: dict[str, int] = {}
+    found = dict[str, int]()
     _OF_THREAD.counts = found if on else None
     try:
         yield found
@@ -242,11 +239,9 @@ def counting(on: bool = True) -> Iterator[dict[str, int]]:
 
 def memory() -> tuple[int, int]:
     """The bytes that tensors hold now, and the most that they held since the last call."""
-    found: tuple[int, int] = _LOADED[0].memory()
-    return found
+    return _LOADED[0].memory()
 
 
 def races() -> set[str]:
     """The accesses since the last call that no event orders: on a GPU, races."""
-    found: set[str] = _LOADED[0].races()
-    return found
+    return _LOADED[0].races()

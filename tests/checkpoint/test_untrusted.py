@@ -79,7 +79,6 @@ def test_state_of_an_earlier_commit_loads_and_goes_on(kind: str) -> None:
     """The state after five steps, which the file has beside the model."""
     saved = torch.load(OLD / f"{kind}.pt", weights_only=True)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    optimizer: Any
     if kind == "demo":
         optimizer = demopt.DeMo(model.parameters(), lr=0.01, top_k=4, process_group=SingleRank())
     else:

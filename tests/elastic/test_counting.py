@@ -100,7 +100,6 @@ def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
 def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local: bool) -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(EVERYONE * ROOM, dtype=torch.float64))
     exactly: Any = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
-    inner: Any
     if local:
         inner = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **exactly)
     else:

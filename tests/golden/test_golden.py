@@ -93,9 +93,8 @@ def assert_reproduced(golden: dict[str, Tensor], ran: dict[str, Tensor], zeros: 
 
     Those to float32's precision at the size that momenta have: the files were rounded before the last feedback.
     """
-    bound = torch.finfo(torch.float32).eps * max(
-        float(golden[f"momentum_final.{name}"].abs().max()) for name in TENSORS
-    )
+    largest = max(float(golden[f"momentum_final.{name}"].abs().max()) for name in TENSORS)
+    bound = torch.finfo(torch.float32).eps * largest
     for name in TENSORS:
         assert int(((ran[f"update_sign.{name}"] != golden[f"update_sign.{name}"]) & ~zeros[name]).sum()) == 0
         settled, final = ~zeros[name].any(0), golden[f"param_final.{name}"]

@@ -67,8 +67,7 @@ def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
     kind = getattr(found, attribute)
     if name in SPECIAL:
         return SPECIAL[name](kind, model)  # type: ignore[no-any-return]
-    made: torch.optim.Optimizer = kind(model.parameters(), lr=LR.get(attribute, 1e-2))
-    return made
+    return kind(model.parameters(), lr=LR.get(attribute, 1e-2))
 
 
 def wrapped(name: str, group: Any, seed: int = 0) -> tuple[nn.Module, LocalDeMo]:
@@ -128,8 +127,7 @@ def _joined(name: str) -> str:
     assert second.fingerprint() == first.fingerprint()
     train(other, second, range(12, 14), 1)
     train(model, first, range(12, 14), 0)
-    lent = bool(store.list("moments"))
-    return "yes" if lent else "yes, without its moments"
+    return "yes" if store.list("moments") else "yes, without its moments"
 
 
 def found_out(name: str) -> list[str]:

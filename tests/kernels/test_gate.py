@@ -31,16 +31,6 @@ def _without_memory(tensor: Tensor, part: int = 1) -> Tensor:
     return left
 
 
-def _apart(tensor: Tensor) -> Tensor:
-    wide = tensor.new_zeros(*tensor.shape, 2)
-    wide[..., 0] = tensor
-    return wide[..., 0]
-
-
-def _negative_view(tensor: Tensor) -> Tensor:
-    return torch._neg_view(tensor.neg()) if tensor.is_floating_point() else tensor.to(torch.complex64)
-
-
 MUTATIONS: dict[str, Callable[[Tensor], Any]] = {
     "shorter": lambda each: each[:-1].clone(),
     "longer": lambda each: torch.cat((each, each)),
@@ -48,7 +38,7 @@ MUTATIONS: dict[str, Callable[[Tensor], Any]] = {
     "flat": lambda each: each.flatten(),
     "deeper": lambda each: each.unsqueeze(0),
     "turned": lambda each: each.transpose(0, -1),
-    "gaps": _apart,
+    "gaps": lambda each: torch.stack((each, torch.zeros_like(each)), -1)[..., 0],
     "expanded": lambda each: each[:1].expand(each.shape),
     "empty": lambda each: each.new_empty(0),
     "number": lambda each: each.flatten()[0],
@@ -58,7 +48,7 @@ MUTATIONS: dict[str, Callable[[Tensor], Any]] = {
     "uint8": lambda each: each.to(torch.uint8),
     "bool": lambda each: each.to(torch.bool),
     "complex": lambda each: each.to(torch.complex64),
-    "negative view": _negative_view,
+    "negative view": lambda each: torch._neg_view(each.neg()) if each.is_floating_point() else each.to(torch.complex64),
     "elsewhere": lambda each: each.to("meta"),
     "sparse": lambda each: each.to_sparse(),
     "freed": lambda each: _without_memory(each, 0),

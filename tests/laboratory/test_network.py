@@ -108,7 +108,6 @@ def test_machines_of_a_killed_process_are_swept_away() -> None:
     code = "from laboratory.network.machines import bring_up\nwith bring_up(1):\n    print(1, flush=True)\n    input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.kill()
 

@@ -191,7 +191,6 @@ def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay: int) 
 def _replaced(rank: int, world_size: int, kind: str) -> None:
     torch.manual_seed(0)
     model, exchange = nn.Linear(4, 4), FolderExchange(ObjectStore(), late=0.0, patience=0.0)
-    optimizer: Any
     if kind == "DeMo":
         optimizer = DeMo(model.parameters())
     else:

@@ -1,4 +1,4 @@
-"""`muon_adamw`, and its Muon: torch's, but for precision and batches of the Newton-Schulz iteration."""
+"""The parameters that Muon gets; `muon_adamw`, and its Muon: torch's, but for precision, and batches of matrices."""
 
 from typing import Any
 
@@ -10,15 +10,68 @@ from torch.nn import Parameter
 import demopt
 import problems
 from demopt.core.rules import newton_schulz
-
-if not hasattr(torch.optim, "Muon"):
-    pytest.skip("this torch has no Muon", allow_module_level=True)
-
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.muon import BatchedMuon
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 SHAPES = [(16, 16), (12, 30), (40, 9)]
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.inside, self.picture, self.head = nn.Linear(8, 8), nn.Conv2d(1, 2, 3), nn.Linear(8, 10)
+        self.bag, self.frozen = nn.EmbeddingBag(10, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.quantized = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+
+
+def _names(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if any(parameter is each for each in parameters)]
+
+
+def test_muon_groups_takes_inner_matrices_and_loses_nothing_that_trains() -> None:
+    plain = _Plain()
+    matrices, others = demopt.muon_groups(plain, 0.5, others=[plain.head])
+    assert _names(plain, matrices["params"]) == ["inside.weight"]
+    assert (matrices["update"], matrices["lr"], others["update"], others["lr"]) == ("muon", 0.5, "adamw", 0.1)
+    assert len(others["params"]) == sum(p.requires_grad for p in plain.parameters()) - 1
+    demopt.DeMo([matrices, others])
+    _, others = demopt.muon_groups(plain, 0.5, others_update=demopt.AdamW(beta2=0.5))
+    assert demopt.DeMo([others]).param_groups[0]["update"] == "adamw(beta2=0.5, eps=1e-08)"
+
+
+def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    decoder = transformers.LlamaForCausalLM(config)
+    _, others = demopt.muon_groups(decoder, 0.5)
+    names = _names(decoder, others["params"])
+    assert "model.embed_tokens.weight" in names
+    assert not any("proj" in name for name in names)
+    decoder.lm_head.weight = nn.Parameter(torch.zeros(256, 64))
+    for whole in (decoder, nn.Sequential(decoder)):  # also inside another module
+        _, untied = demopt.muon_groups(whole, 0.5)
+        assert "lm_head.weight" in _names(decoder, untied["params"])
+
+
+def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split() -> None:
+    with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
+        demopt.muon_groups(nn.LayerNorm(8), 0.1)
+    for call in (demopt.muon_groups, demopt.muon_adamw):
+        for frozen in (nn.Linear(2, 2).requires_grad_(False), nn.ReLU()):
+            with pytest.raises(ValueError, match="no parameter of the model trains"):
+                call(frozen, 0.1)
+        with pytest.raises(ValueError, match="a parameter of a lazy module has no shape yet"):
+            call(nn.LazyLinear(3), 0.1)
+    for call in (lambda given: demopt.muon_adamw(given, lr=0.1), demopt.unsync, demopt.broadcast_buffers):
+        with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected"):
+            call([*nn.LayerNorm(8).parameters()])
 
 
 def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
@@ -32,6 +85,7 @@ def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
     return problems.values(optimizer)
 
 
+@needs_muon
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(torch.optim.Muon, BatchedMuon), (BatchedMuon, torch.optim.Muon)])
 def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(
@@ -48,6 +102,7 @@ def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(
     torch.testing.assert_close(_steps(resumed, range(3, 6)), whole)
 
 
+@needs_muon
 def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() -> None:
     parameter = Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
     optimizer = BatchedMuon([parameter], **SETTINGS)
@@ -63,6 +118,7 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() 
     assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
 
 
+@needs_muon
 def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_with_torchs() -> None:
     head = nn.Linear(4, 2)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), head)
@@ -78,12 +134,14 @@ def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_wit
     assert adamw.param_groups[0]["betas"] == (0.8, 0.7)
 
 
+@needs_muon
 @pytest.mark.parametrize("model", [nn.Linear(2, 3, bias=False), nn.LayerNorm(3)])
 def test_muon_adamw_leaves_out_an_optimizer_without_parameters(model: nn.Module) -> None:
     (only,) = demopt.muon_adamw(model, lr=0.1)
     assert len(problems.all_parameters(only)) == len([*model.parameters()])
 
 
+@needs_muon
 def test_muon_adamw_says_that_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"torch.optim.Muon came with torch 2.9, and this is torch .*; update torch"):

@@ -35,15 +35,8 @@ def local_round(
         >>> after, errors[0]  # the mean of .5 and .3 was sent
         (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.0500]])])
     """
-    fixed = {
-        "alpha": 1.0,
-        "gradient_scale": "sum",
-        "chunking": "padded",
-        "update": "sgd",
-        "weight_decay": 0.0,
-        "maximize": False,
-    }
-    as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, **fixed}
+    as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, "alpha": 1.0, "gradient_scale": "sum"}
+    as_demo |= {"chunking": "padded", "update": "sgd", "weight_decay": 0.0, "maximize": False}
     pseudo_gradients = [
         [start - local for start, local in zip(global_weights, of_rank, strict=True)] for of_rank in local_weights
     ]

@@ -83,7 +83,6 @@ def test_shards_have_the_same_bits_with_the_state_on_the_host(recipe: str) -> No
 def _run(rank: int, world_size: int, kind: str, recipe: str) -> Run:
     model = make()
     mesh = cut(model, recipe)
-    optimizer: Any
     if kind == "DeMo":
         optimizer = demopt.DeMo(model.parameters(), lr=0.01, process_group=mesh["replicate"])
     else:

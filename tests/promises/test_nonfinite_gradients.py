@@ -18,9 +18,7 @@ def _with_bad_gradient(
     weights_and_rules = optimizer.replicator.wiring().replicated_tensors
 
     def spoil(step: int) -> None:
-        gradient = problems.all_parameters(optimizer)[1].grad
-        assert gradient is not None
-        gradient[3, 4] = bad
+        problems.all_parameters(optimizer)[1].grad[3, 4] = bad
 
     histories, payloads = list[problems.History](), set[int]()
     for step in range(4):
@@ -70,12 +68,11 @@ def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank
 
         def spoil(step: int) -> None:
             if exchange.rank == 1 and step not in (15, 40):
-                problems.all_parameters(optimizer)[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
+                problems.all_parameters(optimizer)[0].grad.fill_(torch.nan)
 
         problems.fingerprints(optimizer, range(60), exchange.rank, spoil)
 
-    told = problems.warned(lambda: ranks.threads(work, 2))
-    assert told == [
+    assert problems.warned(lambda: ranks.threads(work, 2)) == [
         "the last 20 rounds were skipped, because gradients of rank 1 were not finite: nothing is trained. Look at its "
         "data and loss, or lower its learning rate or loss scale"
     ]
@@ -85,7 +82,6 @@ def test_nonfinite_gradient_of_frozen_parameter_is_ignored() -> None:
     optimizer = problems.demo()
     parameters = problems.all_parameters(optimizer)
     problems.set_gradients(parameters, 0)
-    assert parameters[0].grad is not None
     parameters[0].grad.fill_(float("nan"))
     parameters[0].requires_grad_(False)
     optimizer.step()
@@ -140,13 +136,11 @@ def _scaled(
 @pytest.mark.parametrize("bad_step", [None, 2])
 def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode: str, bad_step: int | None) -> None:
     """While scales grow. It calls step also on the rank that overflowed; otherwise the others would wait for it."""
-    results = ranks.run(_scaled, 2, mode, torch.float64, bad_step)
-    problems.assert_replicas([history for history, _, _ in results])
-    for (history, skipped, scales), (plain, _, _) in zip(
-        results, ranks.run(_scaled, 2, "off", torch.float64, bad_step), strict=True
-    ):
+    scaled, unscaled = (ranks.run(_scaled, 2, each, torch.float64, bad_step) for each in (mode, "off"))
+    problems.assert_replicas([history for history, _, _ in scaled])
+    for (history, skipped, scales), (plain, _, _) in zip(scaled, unscaled, strict=True):
         assert skipped == [step == bad_step for step in range(5)]
         assert len(set(scales)) > 1
         torch.testing.assert_close(history.parameters, plain.parameters, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(history.momenta, plain.momenta, rtol=1e-4, atol=1e-6)
-    assert bad_step is None or results[1][2][2] < results[0][2][2], "ranks may have different scales"
+    assert bad_step is None or scaled[1][2][2] < scaled[0][2][2], "ranks may have different scales"

@@ -1,7 +1,6 @@
 """Unknown arguments and impossible values are refused by name; a mistyped name is answered with the one meant."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,22 +141,3 @@ def test_methods_refuse_an_argument_of_another_type_by_name(method: str, value: 
 )
 def test_demo_accepts_presets_and_extreme_settings(settings: dict[str, Any]) -> None:
     problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("trian", "id you mean 'train'?"),
-        ("train --stpes 3", "--steps"),  # in words that differ from one version of typer to another
-        ("train --values 2bit", "did you mean '2-bit'?"),
-        ("train --config settings.json", "did you mean 'sync_every'?"),
-        ("train --tracker wanbd", "did you mean 'wandb'?"),
-        ("plan --preset smal", "did you mean 'small'?"),
-    ],
-)
-def test_the_command_line_suggests(
-    monkeypatch: pytest.MonkeyPatch, command: Callable[..., str], tmp_path: Path, words: str, told: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("settings.json").write_text('{"sync-every": 3}')
-    assert told in command(*words.split(), code=2)

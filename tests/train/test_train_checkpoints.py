@@ -210,23 +210,21 @@ def test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
     assert number > 8
 
 
-def save_without_room(out):
-    save(out, 1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # otherwise it ends the process
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    with pytest.raises(DemoptError) as told:
-        save(out, 2)
-    assert str(told.value) == f"--out {out}: cannot be written: File too large"
-
-
 def test_save_on_a_full_disk_says_so_and_leaves_the_one_before(tmp_path):
-    assert apart(save_without_room, tmp_path) == 0
+    def save_without_room():
+        save(tmp_path, 1)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # otherwise it ends the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(DemoptError, match=f"^--out {tmp_path}: cannot be written: File too large$"):
+            save(tmp_path, 2)
+
+    assert apart(save_without_room) == 0
     assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000001"
 
 
-def save_beside_a_users_own(out):
-    folder = out / "checkpoints"
-    save(out, 1)
+def test_files_folders_and_links_of_the_user_beside_checkpoints_are_left_and_not_taken_for_one(tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert apart(save, tmp_path, 1) == 0
     (folder / "step-notes.txt").touch()
     (folder / "step-mine").mkdir()
     shutil.copytree(folder / "step-00000001", folder / "step-00000004.bak")
@@ -234,13 +232,9 @@ def save_beside_a_users_own(out):
         (folder / link).symlink_to("step-00000004.bak")
     kept = {path.name for path in folder.iterdir()}
     for step in (2, 3):
-        save(out, step)
+        assert apart(save, tmp_path, step) == 0
     assert {path.name for path in folder.iterdir()} == kept - {"step-00000001"} | {"step-00000002", "step-00000003"}
     assert checkpoint.newest(folder).name == "step-00000003"
-
-
-def test_files_folders_and_links_of_the_user_beside_checkpoints_are_left_and_not_taken_for_one(tmp_path):
-    assert apart(save_beside_a_users_own, tmp_path) == 0
 
 
 def test_metrics_go_on_after_a_line_that_was_left_half_and_without_those_that_are_no_rows(tmp_path, finished):

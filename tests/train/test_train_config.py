@@ -103,10 +103,8 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, monkeyp
     config = resolve(TrainConfig(preset="tiny", vocab_size=40, optimizer=optimizer))
     check_settings(config)
     method = make_method(config, build(config), Team(0, 1, torch.device("cpu"), SingleRank()))
-    kinds = {"local": LocalDeMo, "demo": DeMo, "adamw": torch.optim.AdamW}
-    assert isinstance(method.optimizer, kinds[optimizer])
+    assert isinstance(method.optimizer, {"local": LocalDeMo, "demo": DeMo, "adamw": torch.optim.AdamW}[optimizer])
     assert method.factors == {"local": (1.0, 1.0), "demo": (1.0, 0.2), "adamw": (1.0,)}[optimizer]
     method.set_lr(0.5)
     assert [group["lr"] for group in method.optimizer.param_groups] == [0.5 * factor for factor in method.factors]
-    decays = {group["weight_decay"] for group in method.optimizer.param_groups}
-    assert decays == {0.0 if optimizer == "demo" else 0.1}
+    assert {group["weight_decay"] for group in method.optimizer.param_groups} == {0.0 if optimizer == "demo" else 0.1}

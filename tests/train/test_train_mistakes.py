@@ -38,6 +38,9 @@ from demopt.train.team import pick_device
         (["--epochs", "1", "--steps", "7"], "leave out --steps or --epochs"),
         (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),
         (["--colour", "red"], "No such option"),
+        (["--stpes", "3"], "--steps"),  # in words that differ from one version of typer to another
+        (["--values", "2bit"], "did you mean '2-bit'?"),
+        (["--tracker", "wanbd"], "did you mean 'wandb'?"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--run", ""], "--run is empty: is the variable set?"),
         (["--run="], "--run= is empty"),
@@ -136,6 +139,7 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     ("content", "told"),
     [
         ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
+        ('{"sync-every": 3}', "did you mean 'sync_every'?"),
         ('{"steps": "3"}', "--steps is '3'; it must be a valid integer"),
         ('{"data": [1]}', "--data is 1; it must be a valid string"),
         ("[1]", "wanted settings by name, got list"),
@@ -203,6 +207,10 @@ def test_under_torchrun_a_run_in_a_folder_is_refused_after_the_address_of_the_fi
     with pytest.raises(SharedInputError, match="--run needs no torchrun"):
         cli._train(TrainConfig(run="folder"))
     assert "waiting for all 2 workers at 10.0.0.1:29500 ..." in capsys.readouterr().out
+
+
+def test_mistyped_command_is_answered_with_the_one_meant(command):
+    assert "id you mean 'train'?" in command("trian", code=2)
 
 
 def test_flag_of_another_program_is_told_by_its_name_here(command):

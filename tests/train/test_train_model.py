@@ -110,8 +110,7 @@ def test_bfloat16_model_trains_in_float32_and_is_saved_in_bfloat16(lora, tmp_pat
     save(config, model, tmp_path / "out", merge=True)
     from transformers import AutoModelForCausalLM
 
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert again.dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
     assert torch.equal(logits(tmp_path / "out"), logits(folder))
 
 
@@ -173,8 +172,7 @@ def test_only_answers_are_targets_and_windows_begin_with_conversations(base, cha
     answers = tokenizer.decode(window[window >= 0])
     assert answers.startswith(f"{whole.split('<assistant>')[1].split('</>')[0]}</>\nYes.</>")
     assert "Sure" not in answers
-    last = corpus.train.window(corpus.train.windows(65) - 1, 65)
-    assert len(last) == 65  # goes on at the row's begin
+    assert len(corpus.train.window(corpus.train.windows(65) - 1, 65)) == 65  # goes on at the row's begin
     assert f"tokens in {len(corpus.train.starts)} windows of conversations" in corpus.about
 
 

@@ -218,8 +218,7 @@ def test_no_color_and_dumb_terminals_are_honoured(terminal, clock):
         shown, out = terminal(80, **environment)
         with shown:
             shown.step(row_of(1))
-        colors = "\x1b[3" in out.getvalue().replace("\x1b[?25", "")
-        assert not colors
+        assert "\x1b[3" not in out.getvalue().replace("\x1b[?25", "")  # no colours
         assert ("\x1b" in out.getvalue()) == ("NO_COLOR" in environment)
 
 

@@ -70,8 +70,7 @@ def test_workers_refuse_unlike_settings(tmp_path):
     data = ["--data", tmp_path / "text.txt"]
     both = _by_hand(tmp_path / "a", data, [*data, "--top-k", "7"])
     assert [code for code, _ in both] == [2, 2]
-    told = "rank 1: --top-k is 7, and rank 0 has 32; start all workers with the same settings"
-    assert told in both[0][1]
+    assert "rank 1: --top-k is 7, and rank 0 has 32; start all workers with the same settings" in both[0][1]
     assert both[0][1].count("\n") == 1
     assert both[1][1] == ""
     assert not (tmp_path / "a").exists()
@@ -114,8 +113,7 @@ def test_worker_killed_under_torchrun_is_restarted_and_the_run_is_bit_for_bit(tm
 
 def test_connected_workers_share_the_global_batch(tmp_path, text):
     """The parts of a step add up on every rank's own count, and the run ends with one model."""
-    flags = ("--optimizer", "local", "--global-batch", 5, "--sync-every", 2)
-    train_runs.here(tmp_path / "run", text, *flags)
+    train_runs.here(tmp_path / "run", text, "--optimizer", "local", "--global-batch", 5, "--sync-every", 2)
     rows = metrics(tmp_path / "run")
     assert [row["tokens"] for row in rows] == [5 * 32 * row["step"] for row in rows]
     assert all(1 <= row["batch"] <= 4 for row in rows)

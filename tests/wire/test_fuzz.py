@@ -34,8 +34,6 @@ class Carried(problems.OneOf):
         self.parts = parts
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        del parts_WB
-        assert self.parts is not None
         return self.parts
 
 
@@ -88,7 +86,6 @@ def _exchanged(name: str, damage: Callable[[Tensor], Tensor]) -> tuple[DeMo | Lo
     for rank, optimizer in enumerate(optimizers):
         received = messages.view(2, 2, -1)[:, rank]
         current = optimizer.replicator.round
-        assert current is not None
         carried = Carried(rank, damage(received) if name == "parts" and rank == 0 else received)
         answers.append(current.wiring.route.exchange(messages[rank], carried, current.header)[0])
     rows = torch.stack(answers)
@@ -98,7 +95,7 @@ def _exchanged(name: str, damage: Callable[[Tensor], Tensor]) -> tuple[DeMo | Lo
 def _is_refused(optimizer: DeMo | LocalDeMo, rows: Tensor, whole: bool) -> bool:
     """Whether the rows were refused, and nothing changed; or all is finite. `whole`: the culprit can be told."""
     before, momenta = optimizer.fingerprint(state=True), problems.momenta(optimizer)
-    refusal: MessageError | None = None
+    refusal = None
     try:
         optimizer.apply(rows)
     except MessageError as error:
