@@ -234,7 +234,7 @@ class Worker:
             self.state, self.owner, self.made = again.state, again.owner, again.made
             made, of_tokens, of_folder = copy.deepcopy(self.state)
             vars(self.tokens).update(of_tokens)
-            self.folder.restore(of_folder)
+            self.folder.restore(self.folder.read_entry(of_folder))
             self.unsure = again.unsure | {1000 * (self.owner + 1) + each for each in range(made + 1, self.made + 1)}
             self.tokens.dropped = again.tokens.dropped
             self.said += again.said

@@ -663,8 +663,7 @@ class LocalDeMo(ReplicatedOptimizer):
         check_sizes(state_dict, self.param_groups)
         settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
         saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
-        folder = state_dict.get("folder", {})
-        self._rounds.check_entry(folder)
+        folder = self._rounds.read_entry(state_dict.get("folder", {}))
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
         self._inner.load(state_dict["param_groups"], inner)

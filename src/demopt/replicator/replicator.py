@@ -426,6 +426,7 @@ class Replicator:
         self.require_idle("apply_missed")
         self.round, received_bytes = self._begin(self.wiring()), self.stats.received_bytes + received_bytes
         self.round.result, self.round.stats = result, replace(self.stats, received_bytes=received_bytes)
+        # Without `data` nothing leaves the momentum, although its row is then that of the header
         self.apply(result.messages)
 
     def rollback(self) -> None:

@@ -123,13 +123,13 @@ class Rounds:
         """Returns the entry of a state that is about rounds, such as a message whose round is undecided."""
         return {}
 
-    def check_entry(self, entry: Any) -> None:
-        """Raises ValueError unless it is a result of `entry`."""
+    def read_entry(self, entry: Any) -> Any:
+        """Reads the result of `entry`, for `restore`; ValueError if it is damaged."""
         if not isinstance(entry, dict):
             raise ValueError("the state's entry 'folder' is damaged")
 
-    def restore(self, entry: dict[str, Any]) -> None:
-        """Takes the result of `entry`, in another process."""
+    def restore(self, saved: Any) -> None:
+        """Takes the result of `read_entry`, in another process."""
 
     def observe(self) -> int:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""

@@ -117,6 +117,7 @@ class FolderExchange(VaryingExchange):
         self._patient.asked_to_stop = lambda: self.asked_to_stop()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         self._away = "" if "://" in store.address else "; is its disk mounted?"  # what may be wrong where a run is gone
+        self._gone = f"the run is gone from {store.address}{self._away}"
         # Set by the trainer:
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
@@ -199,9 +200,7 @@ class FolderExchange(VaryingExchange):
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
-        if self._record is not None:
-            self._require_round_before(None)
-        record, mine = log.read_record(self.store) or self._record, ""
+        record, mine = log.read_record(self.store) if self._record is None else self._require_run(), ""
         if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
             gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)
@@ -338,7 +337,9 @@ class FolderExchange(VaryingExchange):
         mine = found[-1] if puts_at_once else mine
         put_at, waited_for = time.monotonic(), tuple[str, ...]()  # or when it found that the round is over
         if (manifest := inbox.read_manifest()) is None:
-            if not puts_at_once:
+            if puts_at_once:
+                inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
+            else:
                 (mine,) = inbox.read_new(partial(self._put, replace(mine, stop=self._heard_stop < math.inf)))
                 put_at = time.monotonic()
             inbox.add(mine, log.digest(mine.packed()))
@@ -366,19 +367,20 @@ class FolderExchange(VaryingExchange):
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 
-    def _require_round_before(self, decided: Manifest | None) -> None:
-        """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
+    def _require_run(self) -> Record:
+        """Waits until the run is in the store, because its disk may be away; SettingsError if that has another one."""
+        found = self.wait_for(partial(log.read_record, self.store), self._gone, self._patient.patience)
+        if found.identity != self.record.identity:
+            raise SettingsError(f"{self.store.address} holds another run than this worker's")
+        return found
 
-        ForkedError if the round before is another one there.
-        """
-        gone = f"the run is gone from {self.store.address}{self._away}"
+    def _require_round_before(self, decided: Manifest | None) -> None:
+        """The same, of the manifest before: nothing is put where it is not. ForkedError if it is another one there."""
         if decided is None:
-            identity = self.wait_for(partial(log.read_record, self.store), gone, self._patient.patience).identity
-            if identity != self.record.identity:
-                raise SettingsError(f"{self.store.address} holds another run than this worker's")
+            self._require_run()
             return
         read = partial(log.read_manifest, self.store, self.record.identity, decided.round)
-        found = self.wait_for(read, gone, self._patient.patience)
+        found = self.wait_for(read, self._gone, self._patient.patience)
         if found.digest != decided.digest:
             raise ForkedError(
                 f"round {decided.round + 1} is another one in {self.store.address} than this worker has applied"
@@ -412,7 +414,7 @@ class FolderExchange(VaryingExchange):
 
         Also whom it waited for last. After a wish to stop it waits for nobody longer than `late`.
         """
-        waited_for, first = tuple[str, ...](), True
+        waited_for = tuple[str, ...]()
         while True:
             missing, now = inbox.missing(), time.monotonic()
             until = max([put_at, *map(inbox.needs_until, missing)])
@@ -423,14 +425,13 @@ class FolderExchange(VaryingExchange):
                 time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 inbox.read_new(inbox.look, *([self._hears_stop] if now - put_at > _TOLD_AFTER else []))
                 waited_for = missing
-            elif any(inbox.unread()):  # the first time without another look: the worker that comes last decides
-                inbox.read_new(*([] if first else [inbox.look]))
+            elif any(inbox.unread()):
+                inbox.read_new(inbox.look)
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
                 return self._propose(inbox.draft(author)), missing or waited_for
             if (manifest := inbox.read_manifest()) is not None:
                 return manifest, waited_for
-            first = False
 
     def _propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another."""
@@ -476,10 +477,11 @@ class FolderExchange(VaryingExchange):
         self.received_bytes += sum(self._all(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
-    def end_round(self, outcome: FolderOutcome) -> None:
-        """Notes the end of a round for which this worker sent a message."""
+    def end_round(self, outcome: FolderOutcome, in_momentum: bool) -> None:
+        """Notes the end of a round for which this worker sent a message; `in_momentum`: of its `Round`."""
         manifest = outcome.manifest
-        self.last, self.worker = replace(outcome, result=None), outcome.envelope.worker  # messages may be large
+        self.last = replace(outcome, result=None, in_momentum=in_momentum)  # messages may be large
+        self.worker = outcome.envelope.worker
         self.left_out = 0 if outcome.row is not None else self.left_out + 1
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0

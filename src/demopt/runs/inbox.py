@@ -56,7 +56,7 @@ class FolderOutcome(Outcome):
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
-    in_momentum: bool = True  # of the `Round`, which knows it: whether a later one sends what this one left out
+    in_momentum: bool = True  # once the round ends, that of `Round`: whether a later one sends what was left out
 
 
 class Inbox:

@@ -114,10 +114,9 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._saved_at = math.inf  # in `join`: the round of a state that may be older than this worker's last message
-        # The round whose manifest the error has met, before the weights have it (a CoveredError or DriftError came
-        # then), or will meet with the message that a state holds; -1: none. `_meet_own` has nothing to correct there.
-        self._settled_round = -1
+        self._unknown_from: float = math.inf  # in `join`: the first round whose manifest may list a message of this
+        # worker that is later than its state
+        self._settled_round = -1  # whose manifest the error has met, but the weights have not (`SavedWorker`)
 
     @property
     def _number(self) -> int:
@@ -156,9 +155,9 @@ class FolderRounds(Rounds):
             self._check_order(groups)
             self._enter()
             self._follow_run()
-            if self._saved_at < math.inf and self._end_later_message():
+            if self._unknown_from < math.inf and self._end_later_message():
                 self._follow_run()
-            self._saved_at = math.inf
+            self._unknown_from = math.inf
             run.stopping = False  # in the rounds before
         else:
             self._restored, self._weights_of = None, run.record.identity
@@ -197,13 +196,14 @@ class FolderRounds(Rounds):
                 f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
                 "join with a new optimizer, or one that has loaded its state of this run"
             )
+        # Without a state it may have the run's weights from `observe`, or from a `join` that an error has ended.
         self.keeps_steps = restored is not None or self._weights_of == run.record.identity
         if not self.keeps_steps:
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            self._saved_at = self._number
-            self._settled_round = self._number if restored.is_settled or restored.message is not None else -1
+            self._unknown_from = self._number + (restored.is_settled or restored.message is not None)
+            self._settled_round = self._number if restored.is_settled else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -211,10 +211,10 @@ class FolderRounds(Rounds):
                 self._open = self._round_of(restored.message, in_momentum=True)
         self._restored, self._weights_of = None, run.record.identity
         if self.is_open:
-            self._end_open_round()
+            self._end_saved_round()
 
-    def _end_open_round(self) -> None:
-        """Ends the open round, and drops what is unsent if its message is later than the state."""
+    def _end_saved_round(self) -> None:
+        """Ends the round of a message from before a restart; drops what is unsent if that is later than the state."""
         number = self._number
         self.exchange_and_apply()
         if self.run.last is not None and self.run.last.manifest.round == number:  # no fork has ended it
@@ -235,13 +235,12 @@ class FolderRounds(Rounds):
             self._open = self._round_of(message, in_momentum=False)
         except MessageError:  # it counts for nobody
             return False
-        self._end_open_round()
+        self._end_saved_round()
         return True
 
     def _meet_own(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        is_later = manifest.round >= self._saved_at and manifest.round != self._settled_round
-        if is_later and self.run.worker in [sender.worker for sender in manifest.senders]:
+        if manifest.round >= self._unknown_from and self.run.worker in [each.worker for each in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
 
@@ -249,7 +248,7 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
-        self.keeps_steps, self._saved_at, self._settled_round = False, math.inf, -1
+        self.keeps_steps, self._unknown_from, self._settled_round = False, math.inf, -1
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -293,8 +292,8 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
-            if current.in_momentum or current.row is None:  # otherwise it is later than a state: `_meet_own` drops
-                self._settled_round = self._number  # for a state that is saved before `catch_up`
+            if current.in_momentum:  # otherwise the message is later than a state: `_meet_own` drops what that has
+                self._settled_round = self._number
             if isinstance(error, DriftError):
                 raise
             outcome = self._end_round(current)
@@ -314,7 +313,7 @@ class FolderRounds(Rounds):
         """Notes the outcome of a round for which this worker has sent a message."""
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
-        self.run.end_round(replace(outcome, in_momentum=current.in_momentum))
+        self.run.end_round(outcome, current.in_momentum)
         # Left out: this round is applied, but later ones may be decided already.
         self.is_behind = outcome.row is None or outcome.error is not None
         return outcome
@@ -514,7 +513,7 @@ class FolderRounds(Rounds):
 
         number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if self._saved_at < math.inf:
+        if self._unknown_from < math.inf:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._meet_own(missed)
 
@@ -559,16 +558,16 @@ class FolderRounds(Rounds):
         saved = SavedWorker(run.record.identity, run.worker, before, message, is_settled=settled, read=read)
         return saved.entry()
 
-    def check_entry(self, entry: Any) -> None:
+    def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
         if saved is not None and saved.message is not None and len(saved.message.body) != size:
             raise ValueError("the state's entry 'folder' is damaged: its message has another length")
+        return saved
 
-    def restore(self, entry: dict[str, Any]) -> None:
-        """Takes the result of `entry`. The worker joins the run again."""
-        self._restored = SavedWorker.of(entry)
-        self.run.numbers_read = {*self._restored.read} if self._restored else set()
-        self._open, self._weights_of, self._saved_at, self._settled_round = None, "", math.inf, -1
+    def restore(self, saved: SavedWorker | None) -> None:
+        """Takes the result of `read_entry`. The worker joins the run again."""
+        self._restored, self.run.numbers_read = saved, {*saved.read} if saved else set()
+        self._open, self._weights_of, self._unknown_from, self._settled_round = None, "", math.inf, -1
         self.run.joined = False
 
 

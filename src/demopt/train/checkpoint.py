@@ -57,7 +57,7 @@ def read(path: Path) -> CheckpointRecord:
         Reader(path).read_metadata()  # here, as DCP would log tracebacks if it is damaged, and look for other files
         found = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
         return CheckpointRecord(
-            int(found.step), found.fingerprint, config_of(found.settings).record(), int(found.tokens)
+            int(found.step), str(found.fingerprint), config_of(found.settings).record(), int(found.tokens)
         )
     except Exception as error:  # it may hold anything
         raise _unreadable(path, error) from None
