@@ -76,10 +76,9 @@ def doctor(
         print(f"waiting up to {wait:.0f} s for the others: start the same command there ...")
         with quiet():
             pairs = measure_pairs(me, peers, port, wait)
-        faults += _show([_finding(pair) for pair in pairs])
         reached = [pair for pair in pairs if not pair.fault]
         trip = max((pair.rtt_ms for pair in reached), default=0.0)
-        faults += _show([slow_start(trip)] if reached else [])
+        faults += _show([*map(_finding, pairs), *([slow_start(trip)] if reached else [])])
         if len(reached) == len(peers) * (len(peers) - 1):
             slowest = min(pair.bits_per_second for pair in reached)
             rate = f"{slowest / 1e9:.1f}Gbit" if slowest >= 1e9 else f"{slowest / 1e6:.2f}Mbit"

@@ -220,7 +220,6 @@ class Plan:
         return sum(call.exchanged_bytes(workers) for call in self.calls[workers][method]) / self.steps(method)
 
     def steps(self, method: str) -> int:
-        """Returns the steps per round of a method."""
         return self.local.sync_every if method == "LocalDeMo" else 1
 
 

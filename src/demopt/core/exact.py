@@ -66,14 +66,6 @@ def aggregate_integers(
     `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `pair_2CN` (float32) is `out`,
     and a spare. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
     `guard_bits` bits below the mantissa (at most 3); lower bits are rounded off.
-
-    Examples:
-        >>> pair = torch.zeros(2, 1, 4)
-        >>> codes = torch.tensor([[2032], [2016]])  # scales 1 and 0.5
-        >>> positions, levels = torch.tensor([[[0, 1]], [[1, 3]]]), torch.tensor([[[1, -1]], [[1, 1]]])
-        >>> unit = aggregate_integers(positions, (levels, codes), 1, "mean", pair)
-        >>> pair[0] * unit
-        tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
     """
     levels_WCK, codes_WC = integers
     guard = guard_bits(levels_WCK.shape[0], largest_level)

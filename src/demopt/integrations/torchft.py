@@ -9,8 +9,6 @@ content until the round is applied, so no gradient is lost and none is sent twic
 Shapes: B bytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -163,7 +161,6 @@ class Optimizer(torch.optim.Optimizer):
                 if time.monotonic() - began > self._patience:
                     self._give_up()
                     raise ExchangeError(f"no round in {self._patience:g} s; the last problem: {error}") from error
-                self._quorum.close()  # no worker waits for this one, which votes no
                 self._quorum.refuse(error)
         self._new = False
 
@@ -231,7 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         facts = self.inner.replicator.wiring().facts()
         return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
 
-    def _compare_settings(self, exchange: QuorumExchange, workers: list[Participant], source: int) -> None:
+    def _compare_settings(self, exchange: "QuorumExchange", workers: list[Participant], source: int) -> None:
         """Raises SettingsError where this worker is the odd one; the run goes on without it."""
         odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
         if not odd:
@@ -243,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
             raise SettingsError(told)
         raise ExchangeError(f"a worker has other settings: {told}")
 
-    def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], given: dict[str, Any]) -> None:
+    def _heal(self, exchange: "QuorumExchange", source: int, behind: list[int], given: dict[str, Any]) -> None:
         """Sends weights, step and rules' state from `source` to those that are behind, and what is `given` besides."""
         if exchange.rank not in (source, *behind):
             return
@@ -405,7 +402,8 @@ class Quorum:
         return agreed
 
     def refuse(self, error: Exception) -> None:
-        """Votes no, so that the manager asks for a quorum with new connections."""
+        """Votes no, so that the manager asks for a quorum with new connections; no worker waits for this one."""
+        self.close()
         self._manager.report_error(error)
         self.vote()
 

@@ -38,11 +38,9 @@ class DeMoContainer(OptimizersContainer):
         """The same settings; `implementation` has no effect."""
 
     def __init__(self, config: "DeMoContainer.Config", *, model_parts: list[nn.Module]) -> None:
-        names = {group.optimizer_name for group in config.param_groups}
+        names = sorted({group.optimizer_name for group in config.param_groups})
         if len(names) != 1:  # parameters of another optimizer would not be synchronised
-            raise ValueError(
-                f"param_groups name the optimizers {sorted(names)}; give all groups DeMo, or all LocalDeMo"
-            )
+            raise ValueError(f"param_groups name the optimizers {names}; give all groups DeMo, or all LocalDeMo")
         super().__init__(config, model_parts=model_parts)
         name_of = {id(weight): name for part in model_parts for name, weight in part.named_parameters()}
         firsts = [name_of[id(optimizer.param_groups[0]["params"][0])] for optimizer in self.optimizers]

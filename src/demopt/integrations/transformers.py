@@ -36,7 +36,6 @@ class DeMoCallback(TrainerCallback):
         vars(self._last).update(dict.fromkeys(("on_step_end", "on_epoch_end", "on_log"), self.on_step_end))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Stops dense synchronisation."""
         optimizer = _checked(parts["optimizer"])
         if getattr(args, "enable_jit_checkpoint", False):
             raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")

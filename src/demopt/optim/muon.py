@@ -3,8 +3,6 @@
 The second needs torch 2.9, which has Muon.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

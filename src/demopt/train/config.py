@@ -4,8 +4,6 @@ pydantic checks types and limits. `assemble` merges the user's settings; `resolv
 and of the optimizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -258,7 +256,6 @@ def check_paths(settings: Given) -> None:
 
 
 def read_run(out: Path) -> Given:
-    """Reads the settings of the run in --out."""
     try:
         return read_file(out / CONFIG)
     except InputError as error:

@@ -3,8 +3,6 @@
 Batches depend on seed, step, rank and pass alone, or with --epochs on the numbers of sequences.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -55,7 +53,6 @@ class Tokens:
         return sum(max(0, (len(row) - length) // stride + 1) for row in self.rows)
 
     def window(self, index: int, length: int, stride: int = 1) -> NDArray[np.int64]:
-        """Returns window number `index`."""
         if self.starts is not None:
             found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + self.starts[index], mode="wrap")
             return found
@@ -254,7 +251,6 @@ def documents(file: Path) -> Iterator[bytes]:
 
 
 def _source(read: list[Path], left: list[Path]) -> str:
-    """Returns the names and the size of the files that are read, and which are left out."""
     more = f" and {len(read) - 2} more" if len(read) > 2 else ""
     size = decimal(sum(file.stat().st_size for file in read))
     out = f"; left out {len(left)} without text, such as {left[0].name}" if left else ""

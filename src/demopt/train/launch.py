@@ -1,7 +1,5 @@
 """Starts the workers of this machine with torch's launcher, and reports how they ended."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

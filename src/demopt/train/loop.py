@@ -1,7 +1,5 @@
 """The training loop: the same for connected ranks and for the workers of a folder, whose steps are plugged in."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -73,14 +71,7 @@ class Steps(Protocol):
 
 
 class BatchSizes:
-    """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed.
-
-    Examples:
-        >>> sizes = BatchSizes(TrainConfig(batch=4, global_batch=16))
-        >>> sizes.fit({"laptop": 5.0, "desktop": 20.0})
-        >>> sizes.of("desktop"), sizes.of("laptop")
-        (13, 3)
-    """
+    """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

@@ -1,7 +1,5 @@
 """A run's optimizer (LocalDeMo, DeMo, or AdamW with DDP), the cost of its steps, and a worker's memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -43,7 +41,6 @@ class Method:
     world_size: int
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of the next step."""
         for group, factor in zip(self.optimizer.param_groups, self.factors, strict=True):
             group["lr"], group["initial_lr"] = lr * factor, factor  # as torch's schedulers mark a group that they hold
 
@@ -68,8 +65,8 @@ class Method:
             dense = FLOAT32_BYTES * self.parameters
             traffic = all_reduce_bytes(dense, self.world_size)
             row: Row = {"payload_bytes": dense, "sent_bytes": traffic, "received_bytes": traffic}
-            row["optimizer_seconds"] = time.perf_counter() - began
-            return row | {"exchange_seconds": None}  # DDP exchanges during backward
+            seconds = time.perf_counter() - began
+            return {**row, "optimizer_seconds": seconds, "exchange_seconds": None}  # DDP exchanges during backward
         stats = optimizer.stats
         if isinstance(optimizer, LocalDeMo):
             if pause and optimizer.replicator.in_flight:
@@ -82,7 +79,6 @@ class Method:
 
 
 def cost_of(stats: Stats, seconds: float) -> Row:
-    """Returns the cost of a step that took `seconds`."""
     exchange = stats.seconds.get("exchange", 0.0)
     traffic = {name: getattr(stats, name) for name in ("payload_bytes", "sent_bytes", "received_bytes")}
     return {**traffic, "optimizer_seconds": seconds - exchange, "exchange_seconds": exchange}

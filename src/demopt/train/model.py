@@ -1,7 +1,5 @@
 """The model: a fresh decoder, or one from a folder, with LoRA adapters if wanted; and its loss on a batch."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib
@@ -85,9 +83,8 @@ def _loaded(config: TrainConfig) -> Any:
     folder, local = config.model, {"local_files_only": True, "trust_remote_code": False}
     try:
         if torch.get_default_device().type == "meta":
-            return AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(folder, **local), trust_remote_code=False
-            )
+            shapes = AutoConfig.from_pretrained(folder, **local)
+            return AutoModelForCausalLM.from_config(shapes, trust_remote_code=False)
         _refuse_if_incomplete(Path(folder))
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, **local, use_safetensors=True, dtype="auto", output_loading_info=True

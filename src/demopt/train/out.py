@@ -1,7 +1,5 @@
 """The --out folder: where each file is, its metrics, and a lock that lets one run at a time write to it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The output of a run: metrics.jsonl, a screen and a tracker while it trains; model, table and picture at the end."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -72,7 +70,6 @@ class Report(ExitStack):
             self._screen.say(line)
 
     def say_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """Says the memory that this worker needs, before its first step."""
         if self._first:
             memory = memory_of(self._config, model, optimizer)
             self.say(in_words({**memory, "activations": activations_of(self._config, device)}))
@@ -170,26 +167,28 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
 
 def svg(rows: Sequence[Row], title: str) -> str:
     """Returns an SVG with two panels over the steps: losses; and the bytes of one worker, with its rounds."""
-    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
-    sent, received = (
-        [*zip([row["step"] for row in rows], accumulate(row[name] for row in rows), strict=True)]
-        for name in ("sent_bytes", "received_bytes")
-    )
-    rounds = [row["step"] for row in rows if row["payload_bytes"]]
     first, last = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 1)
-    steps, known = (first, max(last, first + 1)), [y for _, y in train + val] or [0.0]
-    losses, top = (min(known), max(known)), 36 + HIGH + 30
+    places = [EDGE + WIDE * (row["step"] - first) / max(last - first, 1) for row in rows]
+    train, val = (
+        [(x, row[name]) for x, row in zip(places, rows, strict=True) if row.get(name) is not None]
+        for name in ("loss", "val_loss")
+    )
+    sent, received = (
+        [*zip(places, accumulate(row[name] for row in rows), strict=True)] for name in ("sent_bytes", "received_bytes")
+    )
+    rounds = [x for x, row in zip(places, rows, strict=True) if row["payload_bytes"]]
+    known, top = [y for _, y in train + val] or [0.0], 36 + HIGH + 30
+    losses = (min(known), max(known))
     counts = (0.0, float(max([1, *(total for _, total in sent[-1:] + received[-1:])])))
-    ticks = "".join(f"M{_x(step, steps):.1f} {top + HIGH}v-6" for step in rounds[:: -(-len(rounds) // DETAIL) or 1])
+    ticks = "".join(f"M{x:.1f} {top + HIGH}v-6" for x in rounds[:: -(-len(rounds) // DETAIL) or 1])
     body = [
         f'<text x="{EDGE}" y="20" font-size="14">{escape(title)}</text>',
         *_panel(36, losses, "{:.2f}".format),
-        _curve(_thinned(train, DETAIL), steps, losses, 36, TRAIN, "training loss, nats", 0),
-        _curve(val, steps, losses, 36, VALIDATION, "validation", 1),
+        _curve(_thinned(train), losses, 36, TRAIN, "training loss, nats", 0),
+        _curve(val, losses, 36, VALIDATION, "validation", 1),
         *_panel(top, counts, lambda value: decimal(round(value))),
-        _curve(_thinned(sent, DETAIL), steps, counts, top, SENT, "bytes sent by one worker", 0),
-        _curve(_thinned(received, DETAIL), steps, counts, top, RECEIVED, "received", 1),
+        _curve(_thinned(sent), counts, top, SENT, "bytes sent by one worker", 0),
+        _curve(_thinned(received), counts, top, RECEIVED, "received", 1),
         f'<path d="{ticks}" stroke="#888" fill="none"><title>{len(rounds)} rounds</title></path>',
         f'<text x="{EDGE}" y="{top + HIGH + 18}">step {first}; {len(rounds)} rounds, as ticks</text>',
         f'<text x="{EDGE + WIDE}" y="{top + HIGH + 18}" text-anchor="end">{last}</text>',
@@ -208,22 +207,16 @@ def _panel(top: float, limits: tuple[float, float], text: Callable[[float], str]
     return parts
 
 
-def _curve(
-    points: Points, steps: tuple[int, int], limits: tuple[float, float], top: float, color: str, name: str, place: int
-) -> str:
+def _curve(points: Points, limits: tuple[float, float], top: float, color: str, name: str, place: int) -> str:
     """Returns a line, and its name in the corner of the panel."""
     span = (limits[1] - limits[0]) or 1.0
-    way = " ".join(f"{_x(x, steps):.1f},{top + HIGH * (1 - (y - limits[0]) / span):.1f}" for x, y in points)
+    way = " ".join(f"{x:.1f},{top + HIGH * (1 - (y - limits[0]) / span):.1f}" for x, y in points)
     legend = f'<text x="{EDGE + WIDE - 8}" y="{top + 18 + 16 * place}" text-anchor="end" fill="{color}">{name}</text>'
     return f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.6"/>{legend}'
 
 
-def _x(step: float, steps: tuple[int, int]) -> float:
-    return EDGE + WIDE * (step - steps[0]) / (steps[1] - steps[0])
-
-
-def _thinned(points: Points, most: int) -> Points:
-    """Returns at most `most` points, each the mean of its neighbours."""
-    size = max(1, math.ceil(len(points) / most))
+def _thinned(points: Points) -> Points:
+    """Returns at most `DETAIL` points, each the mean of its neighbours."""
+    size = max(1, math.ceil(len(points) / DETAIL))
     parts = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]

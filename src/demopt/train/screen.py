@@ -1,7 +1,5 @@
 """What a person sees while a run trains: on a terminal a bar, elsewhere a line at most every ten seconds."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

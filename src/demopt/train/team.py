@@ -1,7 +1,5 @@
 """The workers of a run: their ranks, devices, addresses and signals, and small collectives between them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 demopt's launcher starts it as `python -m demopt.train.worker SETTINGS.json`, torchrun as `python -m demopt.cli train`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import os
