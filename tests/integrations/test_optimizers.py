@@ -36,8 +36,6 @@ SPECIAL: dict[str, Callable[[Any, Any], Any]] = {
     "pytorch_optimizer.Ranger21": lambda kind, model: kind(model.parameters(), num_iterations=100, lr=1e-2),
     "schedulefree.ScheduleFreeWrapper": lambda kind, model: kind(torch.optim.SGD(model.parameters(), lr=1e-2)),
 }
-
-
 #: Words of the table, by part of the error.
 REASONS = {
     "whose train() and eval() switch": "two copies of the weights",

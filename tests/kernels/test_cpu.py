@@ -233,16 +233,6 @@ def test_rank_without_kernels_stays_equal(update: str) -> None:
     problems.assert_replicas(ranks.threads(trained, 3))
 
 
-class _NoMoreThreads(threading.Thread):
-    started = 0
-
-    def start(self) -> None:
-        type(self).started += 1
-        if self.started > 1:
-            raise RuntimeError("can't start new thread")
-        super().start()
-
-
 class _Interrupted(threading.Thread):
     """A thread that ends when it is awaited for the second time; the first time, Ctrl-C comes."""
 
@@ -271,11 +261,18 @@ def _signs_of_many_chunks() -> Tensor:
 
 
 def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _signs_of_many_chunks()
+    expected, start, started = _signs_of_many_chunks(), threading.Thread.start, list[threading.Thread]()
+
+    def start_one(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(step.threading, "Thread", _NoMoreThreads)
+    monkeypatch.setattr(threading.Thread, "start", start_one)
     assert torch.equal(_signs_of_many_chunks(), expected)
-    assert _NoMoreThreads.started == 2
+    assert len(started) == 2
 
 
 def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch: pytest.MonkeyPatch) -> None:

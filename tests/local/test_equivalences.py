@@ -34,8 +34,6 @@ DENSE: dict[str, Any] = {
 }  # fmt: skip
 
 Inner = Callable[[list[Parameter]], torch.optim.Optimizer]
-
-
 _sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 

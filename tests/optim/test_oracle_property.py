@@ -21,7 +21,6 @@ SIDES = [1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 40]  # and sometimes 0
 MOST_ELEMENTS = 640
 MOST_CHUNKS = 90
 
-
 flat_shapes = st.lists(st.sampled_from(SIDES), min_size=1, max_size=2)
 deep_shapes = st.lists(st.sampled_from([0, *SIDES[:6]]), max_size=5)
 shapes = (

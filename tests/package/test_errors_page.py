@@ -29,8 +29,6 @@ FILLED = re.compile(
     r"|if the run|\w+\(\), and"
 )
 LITERALS = _literals().replace("`", "")
-
-
 ROWS = re.findall(r"^\| (.*?) \|", PAGE, re.MULTILINE)
 QUOTED = [quote for row in ROWS for quote in re.findall(r"`([^`]+)`", row) if not quote.startswith(OF_TORCH)]
 

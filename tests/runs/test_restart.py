@@ -274,25 +274,19 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store: Any) -> None
     assert not [number for number in range(40) if observer.run.worker in log.look(store, number).hellos]
 
 
-def test_state_of_a_worker_that_could_not_take_the_weights_of_a_run_is_not_of_it(store: Any) -> None:
-    first, again = Worker(store, 0), Worker(store, 1)
-    first.round(2)
-    away = patch.object(again.optimizer._rounds, "load", side_effect=ExchangeError("away"))
-    with away, pytest.raises(ExchangeError, match="away"):
-        again.join()
-    assert "folder" not in again.optimizer.own_state_dict()
-    assert "folder" in again.join().optimizer.own_state_dict()
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-def test_join_that_an_outage_ended_may_come_again(store: Any, resumes: bool) -> None:
+@pytest.mark.parametrize(("fails", "resumes"), [("hello", True), ("hello", False), ("load", False)])
+def test_join_that_an_outage_ended_may_come_again_and_without_the_weights_its_state_is_not_of_the_run(
+    store: Any, fails: str, resumes: bool
+) -> None:
     first = Worker(store, 0)
     first.round(2)
     again = Worker(store, 1, state=first.optimizer.own_state_dict() if resumes else None)
-    away = patch.object(again.run, "hello", side_effect=ExchangeError("away"))
-    with away, pytest.raises(ExchangeError, match="away"):
+    holder = again.run if fails == "hello" else again.optimizer._rounds
+    with patch.object(holder, fails, side_effect=ExchangeError("away")), pytest.raises(ExchangeError, match="away"):
         again.join()
+    assert ("folder" in again.optimizer.own_state_dict()) == (fails == "hello")
     assert (again.join().rounds, again.digest) == (2, first.digest)
+    assert "folder" in again.optimizer.own_state_dict()
 
 
 def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on() -> None:

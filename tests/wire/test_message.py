@@ -9,33 +9,16 @@ import pytest
 import torch
 
 from demopt.errors import MessageError
+from demopt.wire import message as flag
 from demopt.wire.checksum import checksum, fingerprint, padded
 from demopt.wire.coefficients import Strongest
 from demopt.wire.layout import Layout, Section
-from demopt.wire.message import (
-    FINGERPRINT,
-    NEW_LAYOUT,
-    NONFINITE,
-    REFUSED,
-    Header,
-    RawHeader,
-    check_headers,
-    handshake_due,
-    pack_message,
-    read_headers,
-)
+from demopt.wire.message import Header, RawHeader, check_headers, handshake_due, pack_message, read_headers
 from demopt.wire.quantizers import QUANTIZERS
 from oracles import wire as literal
 
-HEADER = Header(
-    round_number=258,
-    rank=1,
-    world_size=3,
-    layout=0x0807060504030201,
-    settings=0x1817161514131211,
-    fingerprint=5,
-    samples=7,
-)
+#: Of round 258, and of rank 1 of 3.
+HEADER = Header(258, 1, 3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5, samples=7)
 POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
 NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]
 LENGTHS = [16, 3]
@@ -107,9 +90,9 @@ FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
     "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
     "version": (4, "H", 1, "version 1"),
     "an unknown flag": (6, "H", 0x8010, "unknown flags 0x8010"),
-    "a refusal by no owner": (6, "H", REFUSED, "flags 0x4 refuse"),
-    "a layout with a body": (6, "H", NEW_LAYOUT, "flags 0x2 announce"),
-    "a refusal and no body": (6, "H", REFUSED | NONFINITE, "flags 0x5 refuse"),
+    "a refusal by no owner": (6, "H", flag.REFUSED, "flags 0x4 refuse"),
+    "a layout with a body": (6, "H", flag.NEW_LAYOUT, "flags 0x2 announce"),
+    "a refusal and no body": (6, "H", flag.REFUSED | flag.NONFINITE, "flags 0x5 refuse"),
     "step": (8, "Q", 259, "step 259, expected 258"),
     "a huge step": (8, "Q", 2**64 - 1, "step 18446744073709551615"),
     "rank": (16, "I", 2, "rank 2, expected 1"),
@@ -154,7 +137,7 @@ def test_check_passes_on_fingerprints_and_known_flags() -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
     assert [header.fingerprint for header in _check(messages)] == [5, 2**64 - 1, 5]
-    for flags in (NONFINITE, NEW_LAYOUT | NONFINITE, FINGERPRINT):
+    for flags in (flag.NONFINITE, flag.NEW_LAYOUT | flag.NONFINITE, flag.FINGERPRINT):
         messages[1] = _resealed(messages[1], 6, "H", flags)
         assert [header.flags for header in _check(messages)] == [0, flags, 0]
         assert check_headers(read_headers(messages), HEADER, BODY) == flags
@@ -163,7 +146,7 @@ def test_check_passes_on_fingerprints_and_known_flags() -> None:
 @pytest.mark.parametrize(("named", "blamed"), [(2, 2), (3, None), (2**64 - 1, None)])
 def test_check_of_answers_names_the_rank_that_an_owner_refused(named: int, blamed: int | None) -> None:
     messages = _three()
-    messages[1] = pack_message(replace(HEADER, flags=REFUSED, fingerprint=named), messages[1, 64:])
+    messages[1] = pack_message(replace(HEADER, flags=flag.REFUSED, fingerprint=named), messages[1, 64:])
     with pytest.raises(MessageError, match="refused by rank 1") as caught:
         _check(messages, answers=True)
     assert caught.value.rank == blamed
@@ -212,7 +195,7 @@ def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: p
 def test_handshake_due_ignores_corrupted_messages() -> None:
     messages = _three()
     assert not handshake_due(read_headers(messages))
-    for changed in ({"flags": NEW_LAYOUT | NONFINITE}, {"settings": 1}):
+    for changed in ({"flags": flag.NEW_LAYOUT | flag.NONFINITE}, {"settings": 1}):
         messages[2] = pack_message(replace(HEADER, rank=2, **changed), torch.zeros(BODY, dtype=torch.uint8))
         assert handshake_due(read_headers(messages))
         messages[2, 70] ^= 1
