@@ -65,14 +65,14 @@ def _against_all(number: int, shape: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("lie", [_flipped, _noise, _against_all], ids=lambda lie: lie.__name__)
-def test_security_one_of_four_that_lies_is_left_out(lie: Any, codec: dict[str, Any]) -> None:
+def test_security_one_of_four_that_lies_is_left_out(lie, codec):
     honest = _applied(*_built([0, 1, 2], [], True, **codec))
     assert torch.equal(_applied(*_built([0, 1, 2], [lie], True, **codec)), honest)
     assert not torch.equal(_applied(*_built([0, 1, 2], [lie], False, **codec)), honest)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_four_honest_ranks_all_count(codec: dict[str, Any]) -> None:
+def test_four_honest_ranks_all_count(codec):
     """The first three alone move the weights elsewhere."""
     optimizers, messages = _built([0, 1, 2, 3], [], True, **codec)
     route = optimizers[0].replicator.wiring().route
@@ -81,12 +81,12 @@ def test_four_honest_ranks_all_count(codec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 8])
-def test_a_minority_that_agrees_with_itself_is_left_out(count: int) -> None:
+def test_a_minority_that_agrees_with_itself_is_left_out(count):
     lies, honest = [_against_all] * ((count - 1) // 2), list(range(count - (count - 1) // 2))
     assert torch.equal(_applied(*_built(honest, lies, True)), _applied(*_built(honest, [], True)))
 
 
-def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing() -> None:
+def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing():
     """Nobody can say who of the two lies: both are left out, and the update is that of the other two."""
 
     def lie(number: int, shape: tuple[int, ...]) -> Tensor:
@@ -95,7 +95,7 @@ def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing() -> No
     assert torch.equal(_applied(*_built([0, 1, 2], [lie], True)), _applied(*_built([0, 1], [], True)))
 
 
-def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter() -> None:
+def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
     def in_part(number: int, shape: tuple[int, ...]) -> Tensor:
         lie = _against_all(number, shape)
         return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.25, lie, -lie)
@@ -104,7 +104,7 @@ def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter() -> 
         assert not torch.equal(_applied(*_built(honest, [lie], True)), _applied(*_built(honest, [], True)))
 
 
-def test_security_samples_count_up_to_the_medians() -> None:
+def test_security_samples_count_up_to_the_medians():
     """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others; of two, each has its own."""
 
     def update(samples: int, clip: bool, ranks: int = 4) -> Tensor:
@@ -120,7 +120,7 @@ def test_security_samples_count_up_to_the_medians() -> None:
     assert not torch.equal(update(5, True, ranks=2), update(1, True, ranks=2))
 
 
-def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
+def test_flips_among_the_signs_are_weighed_by_the_scales_that_count():
     """Agreeing in chunks of scale 0 earns nothing: the other chunks are flipped."""
     optimizers, messages = _built([0, 1, 2, 3], [], True)
     decoded = optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:])
@@ -134,7 +134,7 @@ def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
     assert trusted(changed) == [1, 2, 3]
 
 
-def test_agreement_is_the_literal_count() -> None:
+def test_agreement_is_the_literal_count():
     """Of signs of all coefficients against the slow count of equal and different ones, at equal scales."""
     optimizers, messages = _built([0, 1, 2], [_noise], True)
     for each in optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:]):
@@ -146,7 +146,7 @@ def test_agreement_is_the_literal_count() -> None:
         assert torch.equal(found[off], literal[off])
 
 
-def test_folders_leave_out_liars_by_default() -> None:
+def test_folders_leave_out_liars_by_default():
     """Over connections it is an option."""
 
     def asks(**more: Any) -> bool:
@@ -185,9 +185,7 @@ def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor
 
 @pytest.mark.parametrize("hostile", [1, 4])
 @pytest.mark.parametrize("codec", [*({"values": values} for values in QUANTIZERS), {"top_k": 256}], ids=str)
-def test_clip_to_median_bounds_hostile_ranks_by_honest_norms_and_keeps_most_of_honest_updates(
-    codec: dict[str, Any], hostile: int
-) -> None:
+def test_clip_to_median_bounds_hostile_ranks_by_honest_norms_and_keeps_most_of_honest_updates(codec, hostile):
     """Half of the ranks may be hostile, as the lower of two medians counts."""
     honest = WORLD - hostile
     alone = [_moved(codec, False, [WORLD * (each == rank) for each in range(WORLD)]) for rank in range(honest)]

@@ -57,7 +57,7 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, world_size: int) -> None:
+def test_exact_aggregate_equals_integer_arithmetic(values, reduction, world_size):
     """Of random coefficients; scales differ by up to 2**6, or are 0."""
     torch.manual_seed(0)
     positions = torch.rand(world_size, 3, 40).argsort(-1)[..., :9].sort(-1).values
@@ -72,7 +72,7 @@ def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, 
 
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("world_size", [1, 2, 64, 500, 1000, 4000])
-def test_exact_aggregate_worst_case_stays_below_2_24(values: str, world_size: int) -> None:
+def test_exact_aggregate_worst_case_stays_below_2_24(values, world_size):
     """All ranks send the largest level at the same two positions."""
     positions, levels = torch.arange(2).expand(world_size, 1, 2), torch.full((world_size, 1, 2), LEVELS[values])
     for mantissa in (15, 0, 7):
@@ -97,9 +97,7 @@ def _inverse(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (7, 5), (1, 64), (128, 16), (17, 128)])
-def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(
-    name: str, rows: int, columns: int
-) -> None:
+def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(name, rows, columns):
     """The sum of magnitudes bounds every partial sum, in any order; also for the chunk that is worst for a row."""
     a, b = (exact.integer_basis(name, side).double() for side in (rows, columns))
     worst = a[:, a.abs().sum(0).argmax()].sign().mul(2.0**20).view(1, rows, 1).expand(1, rows, columns).float()
@@ -113,7 +111,7 @@ def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(
         assert _inverse(name, chunks)[0][0].tolist() == (second @ b).tolist()
 
 
-def test_exact_inverse_keeps_zeros_and_never_overflows() -> None:
+def test_exact_inverse_keeps_zeros_and_never_overflows():
     for scale in (0.0, 2.0**-100, 2.0**23):
         chunks = torch.zeros(2, 8, 8)
         chunks[1, 3, 4] = scale
@@ -124,7 +122,7 @@ def test_exact_inverse_keeps_zeros_and_never_overflows() -> None:
 
 
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
-def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
+def test_integer_basis_ignores_last_bits_of_cosines(name):
     """Where the float64 cosine of another machine differs in its last bits, the rounded entry must not."""
     near = []
     for size in range(1, 129):
@@ -171,9 +169,7 @@ def _replayed(messages: list[Tensor], **more: Any) -> list[int]:
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("update", ["signum", "sgd"])
-def test_exact_apply_ignores_threads_and_blocks(
-    name: str, values: str, update: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_apply_ignores_threads_and_blocks(name, values, update, monkeypatch):
     more = {"transform": name, "values": values, "update": update, "exact": True}
     messages = _messages(3, 3, **more)
     found = [_replayed(messages, **more)]
@@ -204,9 +200,7 @@ def test_exact_apply_ignores_threads_and_blocks(
     ],
     ids=str,
 )
-def test_exact_is_on_where_possible_and_refused_elsewhere(
-    settings: dict[str, Any], dtype: torch.dtype, refused: str
-) -> None:
+def test_exact_is_on_where_possible_and_refused_elsewhere(settings, dtype, refused):
     def decodes_exactly(exact: bool | None) -> bool:
         optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], exact=exact, **settings)
         return optimizer.replicator.wiring().chunk_groups[0].key.exact

@@ -147,7 +147,7 @@ def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy: Any, case: str) -> None:
+def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy, case):
     assert on_toy(_same_bits, 1, case) == [set()]
 
 
@@ -181,9 +181,7 @@ def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tupl
         *((case, "toyccl") for case in ("DeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
     ],
 )
-def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(
-    on_toy: Any, case: str, backend: str
-) -> None:
+def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(on_toy, case, backend):
     """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
     assert on_toy(_with_processes, 2, case, backend) == [(True, set()), (True, set())]
 
@@ -226,7 +224,7 @@ def _checkpoints(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, owner", "LocalDeMo, delay"])
-def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(on_toy: Any, case: str) -> None:
+def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(on_toy, case):
     on_toy(_checkpoints, 1, case)
 
 
@@ -248,7 +246,7 @@ def _scaled(rank: int, world_size: int, case: str) -> bool:
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
-def test_a_gradient_scaler_works_as_on_a_cpu(on_toy: Any, case: str) -> None:
+def test_a_gradient_scaler_works_as_on_a_cpu(on_toy, case):
     assert on_toy(_scaled, 1, case) == [True]
 
 
@@ -270,12 +268,12 @@ def _muon(rank: int, world_size: int) -> tuple[int, int]:
     return launches, _muon_steps(torch.optim.Muon, "toy")[1]
 
 
-def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches(on_toy: Any) -> None:
+def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches(on_toy):
     ((launches, of_torch),) = on_toy(_muon, 1)
     assert 30 < launches < of_torch
 
 
-def test_a_model_that_moves_after_local_demo_was_built_is_refused() -> None:
+def test_a_model_that_moves_after_local_demo_was_built_is_refused():
     local_weight = nn.Parameter(torch.ones(2))
     weights = LocalWeights([local_weight])
     weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="meta"))
@@ -297,5 +295,5 @@ def _refused(rank: int, world_size: int, case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])
-def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(on_toy: Any, case: str) -> None:
+def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(on_toy, case):
     assert "message of rank 0" in on_toy(_refused, 1, case)[0]

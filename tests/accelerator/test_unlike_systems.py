@@ -6,7 +6,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ def _digest(printed: str) -> str:
     return str(digest)
 
 
-def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path: Path) -> None:
+def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path):
     text, run = sysconfig.get_path("stdlib") + "/textwrap.py", tmp_path / "run"
     more = ["--data", text, "--steps", "10", "--sync-every", "5", *FLAGS.split()]
     train, join = ["train", "--run", run, "--out", tmp_path / "first", *more], ["join", run, "--out", tmp_path / "also"]
@@ -132,7 +131,7 @@ def _on_toy(rank: int, world_size: int, address: str) -> str:
     return weights_digest(optimizer.replicator)
 
 
-def test_kernels_torch_operations_and_an_accelerator_in_one_run_have_one_digest(on_toy: Any, tmp_path: Path) -> None:
+def test_kernels_torch_operations_and_an_accelerator_in_one_run_have_one_digest(on_toy, tmp_path):
     text, run = sysconfig.get_path("stdlib") + "/textwrap.py", tmp_path / "run"
     more = ["--steps", "10000000", "--sync-every", "10", *FLAGS.split()]
     first = _poorer("win32", ["train", "--run", run, "--out", tmp_path / "first", "--data", text, *more])

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,7 +28,7 @@ def _buffers(rank: int, world_size: int) -> list[list[float]]:
     return [model.running_mean.cpu().tolist(), [float(model.num_batches_tracked)]]
 
 
-def test_buffers_of_an_accelerator_are_broadcast(on_toy: Any) -> None:
+def test_buffers_of_an_accelerator_are_broadcast(on_toy):
     assert on_toy(_buffers, 2) == 2 * [[[2.0, 2.0, 2.0], [0.0]]]
 
 
@@ -46,7 +45,7 @@ def _through_dcp(rank: int, world_size: int, case: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
-def test_dcp_moves_a_state_between_accelerator_and_cpu(on_toy: Any, case: str, tmp_path: Any) -> None:
+def test_dcp_moves_a_state_between_accelerator_and_cpu(on_toy, case, tmp_path):
     on_toy(_through_dcp, 1, case, str(tmp_path))
 
 
@@ -65,7 +64,7 @@ def _folder(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["LocalDeMo", "LocalDeMo, host"])
-def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(on_toy: Any, case: str) -> None:
+def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(on_toy, case):
     on_toy(_folder, 1, case)
 
 
@@ -86,7 +85,7 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
     on_host = "host" in kind
     if kind.startswith("DeMo"):
         rule = "muon" if "muon" in kind else "signum"
-        optimizer: Any = demopt.DeMo(params, update=rule, process_group=SingleRank())
+        optimizer = demopt.DeMo(params, update=rule, process_group=SingleRank())
     else:
         inner = torch.optim.SGD(params, lr=0.1, foreach=True)
         optimizer = demopt.LocalDeMo(inner, sync_every=1, process_group=SingleRank(), **CASES[kind])
@@ -107,7 +106,7 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", MOST)
-def test_extra_memory_stays_in_bounds(on_toy: Any, kind: str) -> None:
+def test_extra_memory_stays_in_bounds(on_toy, kind):
     ((at_rest, at_most),) = on_toy(_memory, 1, kind)
     assert at_rest <= MOST[kind][1]
     assert at_most <= MOST[kind][2]
@@ -129,7 +128,7 @@ def _waits(rank: int, world_size: int, name: str) -> list[int]:
         ]
         kind, _, more = name.partition(" ")
         if kind == "DeMo":
-            optimizer: Any = demopt.DeMo(params, update=more or "signum", process_group=exchange)
+            optimizer = demopt.DeMo(params, update=more or "signum", process_group=exchange)
         else:
             inner = problems.SGD(params)
             optimizer = demopt.LocalDeMo(inner, sync_every=1, route=more or "gather", process_group=exchange)
@@ -146,7 +145,7 @@ def _waits(rank: int, world_size: int, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy: Any, name: str) -> None:
+def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy, name):
     """On route owner they arrive twice, and before it answers an owner must know on the host that all parts are whole.
 
     It must also know which of them are flagged, and their weights: that is the third.
@@ -169,7 +168,7 @@ def _launches(rank: int, world_size: int, case: str, dtype: torch.dtype) -> tupl
                 parameters = [nn.Parameter(problems.draw(shape, 1).to("toy", dtype)) for shape in SHAPES]
             parameters.append(nn.Parameter(torch.ones(7, device="toy"), requires_grad=False))
             inner = torch.optim.AdamW(parameters, lr=0.01, foreach=True)
-            optimizer: Any = inner
+            optimizer = inner
             if wrapped:
                 between = gpu.ThroughHost(exchange) if "delay" in case else exchange
                 more = {"chunk": 16, "process_group": between, **CASES[case]}
@@ -203,7 +202,7 @@ def _kernels(counts: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in MOST if "host" in case])
-def test_nothing_but_copies_runs_on_the_device(on_toy: Any, case: str, dtype: torch.dtype) -> None:
+def test_nothing_but_copies_runs_on_the_device(on_toy, case, dtype):
     ((counts, races),) = on_toy(_launches, 1, case, dtype)
     built, *steps, looks = counts[:6]
     alone = counts[6:]

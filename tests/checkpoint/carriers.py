@@ -41,7 +41,7 @@ def end(optimizer: Any, rank: int) -> tuple[list[Tensor], int]:
 
 def saved(optimizer: Any) -> dict[str, Any]:
     with shown(optimizer):
-        return optimizer.state_dict()  # type: ignore[no-any-return]
+        return optimizer.state_dict()
 
 
 def consolidate(optimizer: Any, to: int = 0) -> None:

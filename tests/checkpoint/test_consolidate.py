@@ -35,13 +35,13 @@ def _by_file(rank: int, world_size: int, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
-def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str) -> None:
+def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
     for expected, resumed in ranks.run(_by_file, 3, kind):
         assert problems.same(expected[0], resumed[0])
         assert expected[1] == resumed[1]
 
 
-def test_consolidated_state_is_of_rank_0_until_the_next_change() -> None:
+def test_consolidated_state_is_of_rank_0_until_the_next_change():
     """Such as a step, a load, and a new group."""
 
     def consolidated(exchange: Any) -> list[bool]:
@@ -60,7 +60,7 @@ def test_consolidated_state_is_of_rank_0_until_the_next_change() -> None:
     assert ranks.threads(consolidated, 2) == [[True, False, False, False], [False] * 4]
 
 
-def test_consolidation_waits_for_a_round_in_flight() -> None:
+def test_consolidation_waits_for_a_round_in_flight():
     """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
 
     def consolidated(exchange: Any) -> tuple[int, dict[str, Any]]:
@@ -84,7 +84,7 @@ def _in_nodes(rank: int, world_size: int) -> list[int]:
     return list(separated(optimizer.state_dict()))
 
 
-def test_consolidated_state_is_on_the_first_process_of_a_node() -> None:
+def test_consolidated_state_is_on_the_first_process_of_a_node():
     assert ranks.run(_in_nodes, 4) == [[], [], [0, 1], []]
 
 
@@ -98,7 +98,7 @@ def _consolidated(exchange: Any, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.filterwarnings("ignore:the state was saved by")
-def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind, monkeypatch):
     monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
 
@@ -115,7 +115,7 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, m
 
 
 @pytest.mark.parametrize("ranks", [3, [1], {"0": {}}, {0: 3}, {0: {}}, {0: {"state": {0: 3}}}, {1: {}}], ids=str)
-def test_consolidated_state_of_another_form_is_refused(ranks: Any) -> None:
+def test_consolidated_state_of_another_form_is_refused(ranks):
     optimizer = carriers.build("DeMo")
     before = problems.by_file(optimizer.state_dict())
     before["state"] = {n: {"step": entry["step"]} for n, entry in before["state"].items()}
@@ -124,7 +124,7 @@ def test_consolidated_state_of_another_form_is_refused(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("saved_by", [[], [0, 2], [0.0, 1.0, 0.0, 1.0, 3.0], [3, 1, 0, 1, 3]], ids=str)
-def test_mark_of_another_form_counts_as_none(saved_by: list[float]) -> None:
+def test_mark_of_another_form_counts_as_none(saved_by):
     optimizer = carriers.build("DeMo")
     before = problems.by_file(optimizer.state_dict())
     optimizer.load_state_dict({**before, "ranks": {0: {"state": {0: {"saved_by": torch.tensor(saved_by)}}}}})
@@ -132,7 +132,7 @@ def test_mark_of_another_form_counts_as_none(saved_by: list[float]) -> None:
         assert problems.same([*entry.values()], [*before["state"][number].values()])
 
 
-def test_consolidated_state_without_a_rank_is_refused() -> None:
+def test_consolidated_state_without_a_rank_is_refused():
     state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
     del state["ranks"][1]
     with pytest.raises(ValueError, match="saved by 2 ranks, but has nothing of rank 1"):
@@ -140,9 +140,7 @@ def test_consolidated_state_without_a_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "more", "many"), [("DeMo", {}, 0), ("LocalDeMo", {"sync_every": 20}, 1)])
-def test_consolidation_says_what_it_costs(
-    kind: str, more: dict[str, int], many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_consolidation_says_what_it_costs(kind, more, many, monkeypatch):
     monkeypatch.setattr("demopt.state.MANY_STEPS", 300)  # the model is small beside the description of its state
     sync_every, results = more.get("sync_every", 1), list[Any]()
 
@@ -168,7 +166,7 @@ def test_consolidation_says_what_it_costs(
 
 
 @pytest.mark.parametrize("byte", [0, 64])
-def test_damaged_state_is_refused(byte: int) -> None:
+def test_damaged_state_is_refused(byte):
     def damage(rows: Tensor) -> Tensor:
         if rows.shape[1] > 16:  # not the sizes
             rows[1, byte] ^= 0xFF
@@ -181,7 +179,7 @@ def test_damaged_state_is_refused(byte: int) -> None:
         ranks.threads(consolidate, 2)
 
 
-def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states() -> None:
+def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states():
     optimizer = carriers.build("LocalDeMo")
     with pytest.raises(ValueError, match="to is 1; there are ranks 0 to 0"):
         optimizer.consolidate_state_dict(to=1)

@@ -51,7 +51,7 @@ def _load(rank: int, world_size: int, kind: str, folder: str, planner: Any) -> A
 
 
 @pytest.mark.parametrize(("kind", "late"), [("DeMo", False), ("LocalDeMo", True), (carriers.OWNERS, False)])
-def test_dcp_and_its_own_planner_resume_every_rank_bit_for_bit(kind: str, late: bool, tmp_path: Any) -> None:
+def test_dcp_and_its_own_planner_resume_every_rank_bit_for_bit(kind, late, tmp_path):
     folder = str(tmp_path / "checkpoint")
     saved, loaded = ranks.run(_save, 3, kind, folder, late), ranks.run(_load, 3, kind, folder, None)
     for (_, expected), (_, resumed, told) in zip(saved, loaded, strict=True):
@@ -62,7 +62,7 @@ def test_dcp_and_its_own_planner_resume_every_rank_bit_for_bit(kind: str, late: 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
-def test_dcp_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now: int, tmp_path: Any) -> None:
+def test_dcp_loads_among_other_ranks_as_reshard_says(kind, before, now, tmp_path):
     folder = str(tmp_path / "checkpoint")
     states = [state for state, _ in ranks.run(_save, before, kind, folder)]
     if kind == carriers.OWNERS:
@@ -73,12 +73,12 @@ def test_dcp_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now
         carriers.assert_resharded(state, expected[rank])
 
 
-def test_state_of_another_optimizer_is_refused() -> None:
+def test_state_of_another_optimizer_is_refused():
     with pytest.raises(TypeError, match="is AdamW; give a DeMo or LocalDeMo"):
         OptimizerState(torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
 
 
-def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path: Any) -> None:
+def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path):
     folder = str(tmp_path / "checkpoint")
     ranks.run(_save, 2, "DeMo", folder)
     with pytest.raises(ValueError, match=r"2 ranks saved .* 1 now: give dcp\.load planner=demopt\.checkpoint\.LoadP"):
@@ -112,11 +112,11 @@ def _sharded(rank: int, world_size: int, kind: str, folder: str, save: bool) -> 
         problems.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
     unsent = [problems.unsent(optimizer.state[p], world_size // 2) for p in parameters] if kind != "DeMo" else []
     train(range(6, 10))
-    return unsent, [parameter.to_local().detach() for parameter in parameters]  # type: ignore[attr-defined]
+    return unsent, [parameter.to_local().detach() for parameter in parameters]
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
-def test_dcp_resumes_shards_inside_a_node_bit_for_bit(kind: str, tmp_path: Any) -> None:
+def test_dcp_resumes_shards_inside_a_node_bit_for_bit(kind, tmp_path):
     saved, loaded = (ranks.run(_sharded, 4, kind, str(tmp_path / "checkpoint"), save) for save in (True, False))
     for (_, expected), (_, resumed) in zip(saved, loaded, strict=True):
         assert problems.same(resumed, expected)
@@ -135,7 +135,7 @@ def _loads_whole(rank: int, world_size: int, kind: str, state: Any) -> tuple[str
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_shards_refuse_a_state_of_whole_parameters_and_nothing_changes(kind: str) -> None:
+def test_shards_refuse_a_state_of_whole_parameters_and_nothing_changes(kind):
     parameters = [*nn.Linear(32, 16).parameters()]
     state = carriers.build(kind, parameters=parameters, process_group=SingleRank()).own_state_dict()
     for told, unchanged in ranks.run(_loads_whole, 2, kind, state):
@@ -143,7 +143,7 @@ def test_shards_refuse_a_state_of_whole_parameters_and_nothing_changes(kind: str
         assert unchanged
 
 
-def test_dcp_keeps_owners_errors_of_shards_among_fewer_replicas(tmp_path: Any) -> None:
+def test_dcp_keeps_owners_errors_of_shards_among_fewer_replicas(tmp_path):
     before = ranks.run(_sharded, 4, carriers.OWNERS, str(tmp_path / "checkpoint"), True)
     after = ranks.run(_sharded, 2, carriers.OWNERS, str(tmp_path / "checkpoint"), False)
     for shard in (0, 1):

@@ -23,7 +23,7 @@ SIZES = st.integers(1, 9)
 
 
 @given(SIZES, SIZES)
-def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now: int, before: int) -> None:
+def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now, before):
     """A rank's momentum keeps its scale, and no old rank counts for more than another."""
     by_rank = [overlaps(rank, now, before) for rank in range(now)]
     assert all(sum(mine.values()) == 1 for mine in by_rank)
@@ -56,7 +56,7 @@ def _goes_on(exchange: Exchange, states: list[dict[str, Any]], reduction: str) -
 
 @pytest.mark.parametrize("reduction", ["mean", "senders"])
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (3, 1)])
-def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before: int, now: int) -> None:
+def test_reshard_loses_no_gradient_and_counts_none_twice(reduction, before, now):
     """All momenta, sent whole, move the parameters as far before as after."""
     states = _states(before)
     old, _ = ranks.threads(_goes_on, before, states, reduction)[0]
@@ -69,9 +69,7 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before:
 @pytest.mark.parametrize(
     ("skipped", "settings"), [(False, {"top_k": 24}), (True, {"top_k": 24}), (False, {"route": "owner"})], ids=str
 )
-def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_states(
-    skipped: bool, settings: dict[str, Any]
-) -> None:
+def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_states(skipped, settings):
     """After a round that some rank dropped, the others have a start of their own. Owners' errors become ranks'."""
 
     def saved(exchange: Exchange) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
     assert torch.equal(after[-1]["state"][0]["local"], after[-2]["state"][0]["local"])
 
 
-def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
+def test_reshard_refuses_states_that_are_not_those_of_all_ranks():
     whole, other = _states(2)
     later = {n: {**entry, "step": entry["step"] + 1} for n, entry in other["state"].items()}
     for states, ranks_now, says in (
@@ -127,7 +125,7 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
             demopt.reshard(states, ranks_now)
 
 
-def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused() -> None:
+def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused():
     one, two = _states(2)
     frozen = {"exp_avg": torch.ones(2)}  # of a frozen parameter, where an inner optimizer began anew on a rank
     for old in (one, {**one, "state": {**one["state"], 9: frozen}}):

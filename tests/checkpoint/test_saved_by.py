@@ -34,7 +34,7 @@ def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[st
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
-def test_loading_another_ranks_state_warns_and_names_the_remedy(kind: str) -> None:
+def test_loading_another_ranks_state_warns_and_names_the_remedy(kind):
     for rank, heard in enumerate(ranks.run(_exchanged_files, 2, kind)):
         assert heard["own"] == []
         (told,) = heard["unmarked"]
@@ -45,7 +45,7 @@ def test_loading_another_ranks_state_warns_and_names_the_remedy(kind: str) -> No
         assert "OptimizerState" in told
 
 
-def test_loading_a_state_of_more_ranks_warns_and_one_without_a_mark_among_one_does_not() -> None:
+def test_loading_a_state_of_more_ranks_warns_and_one_without_a_mark_among_one_does_not():
     (state, *_) = ranks.threads(lambda exchange: carriers.build("DeMo", process_group=exchange).state_dict(), 3)
     assert problems.warned(lambda: carriers.build("DeMo").load_state_dict(unmarked(state))) == []
     (told,) = problems.warned(lambda: carriers.build("DeMo").load_state_dict(state))
@@ -87,7 +87,7 @@ def _own(optimizer: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_loading_a_mixture_by_torchs_functions_warns(kind: str, flat: bool, tmp_path: Any) -> None:
+def test_loading_a_mixture_by_torchs_functions_warns(kind, flat, tmp_path):
     heard = ranks.run(_by_dcp, 3, kind, str(tmp_path / "checkpoint"), flat, False)
     told = [text for texts in heard for text in texts]
     assert len(told) >= 2, "at least two of three ranks got another's"
@@ -95,16 +95,14 @@ def test_loading_a_mixture_by_torchs_functions_warns(kind: str, flat: bool, tmp_
 
 
 @pytest.mark.parametrize(("kind", "flat"), [("DeMo", True), (carriers.OWNERS, False), (carriers.OWNERS, True)])
-def test_state_round_trips_by_torchs_functions_with_one_checkpoint_per_rank(
-    kind: str, flat: bool, tmp_path: Any
-) -> None:
+def test_state_round_trips_by_torchs_functions_with_one_checkpoint_per_rank(kind, flat, tmp_path):
     assert ranks.run(_by_dcp, 3, kind, str(tmp_path / "checkpoint"), flat, True) == [[]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:the state ")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", carriers.KINDS)
-def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str, frozen: bool) -> None:
+def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
     new, number = carriers.build(kind), 2
     problems.fingerprints(new, range(3), 0)
     new.param_groups[0]["params"][number].requires_grad_(not frozen)
@@ -137,7 +135,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str, fro
 
 
 @pytest.mark.filterwarnings("ignore:the state ")
-def test_state_that_an_inner_optimizer_refuses_changes_none_of_them() -> None:
+def test_state_that_an_inner_optimizer_refuses_changes_none_of_them():
     parameters = problems.parameters([(8, 8), (8,)])
     optimizer = LocalDeMo([torch.optim.AdamW([p], lr=0.1) for p in parameters], sync_every=2)
     problems.fingerprints(optimizer, range(4), 0)
@@ -165,13 +163,13 @@ def _resumed_by_torch(rank: int, world_size: int, folder: str) -> list[str]:
     return problems.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
 
 
-def test_loading_a_new_local_without_its_inner_states_warns(tmp_path: Any) -> None:
+def test_loading_a_new_local_without_its_inner_states_warns(tmp_path):
     (told,) = ranks.run(_resumed_by_torch, 1, str(tmp_path / "checkpoint"))[0]
     assert "has 7 of 10 entries that were saved" in told
     assert "Save demopt.checkpoint.OptimizerState" in told
 
 
-def test_state_dict_hooks_of_local_fire_and_may_replace_the_state() -> None:
+def test_state_dict_hooks_of_local_fire_and_may_replace_the_state():
     optimizer = carriers.build("LocalDeMo")
     seen: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))

@@ -68,14 +68,14 @@ def _load(path: Path, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_checkpoint_of_an_earlier_commit_loads_with_the_bits_that_it_had_then(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_of_an_earlier_commit_loads_with_the_bits_that_it_had_then(kind, tmp_path):
     model, optimizer = _load(_old(kind, tmp_path), kind)
     assert (_digest(dict(model.state_dict())), _digest(optimizer.state_dict()["state"])) == READ[kind]
 
 
 @pytest.mark.filterwarnings("ignore:the state was saved 1 step")
 @pytest.mark.parametrize("kind", ["demo", "local"])
-def test_state_of_an_earlier_commit_loads_and_goes_on(kind: str) -> None:
+def test_state_of_an_earlier_commit_loads_and_goes_on(kind):
     """The state after five steps, which the file has beside the model."""
     saved = torch.load(OLD / f"{kind}.pt", weights_only=True)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
@@ -104,7 +104,7 @@ class _Runs:
 
 def _change_metadata(path: Path, key: str, **changed: Any) -> Path:
     """Changes where the checkpoint's object `key` is; returns the file in which it was."""
-    found: Any = pickle.loads((path / ".metadata").read_bytes())
+    found = pickle.loads((path / ".metadata").read_bytes())
     index, info = next((index, info) for index, info in found.storage_data.items() if index.fqn == key)
     found.storage_data[index] = dataclasses.replace(info, **changed)
     (path / ".metadata").write_bytes(pickle.dumps(found))
@@ -126,7 +126,7 @@ def _saved(value: Any) -> bytes:
 
 
 @pytest.mark.parametrize("place", ["metadata", "number", "entry", "inside an entry", "legacy", "outside"])
-def test_security_resuming_runs_no_code_of_a_checkpoint(place: str, tmp_path: Path) -> None:
+def test_security_resuming_runs_no_code_of_a_checkpoint(place, tmp_path):
     path, proof = _old("demo", tmp_path), tmp_path / "proof"
     evil = _Runs(proof)
     if place == "metadata":
@@ -154,7 +154,7 @@ WRONG += [("param_groups.0.lr", "x"), ("param_groups.0.params", 3)]
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("key", "value"), WRONG)
-def test_checkpoint_with_wrong_content_cannot_be_read(key: str, value: Any, tmp_path: Path) -> None:
+def test_checkpoint_with_wrong_content_cannot_be_read(key, value, tmp_path):
     path = _old("demo", tmp_path)
     _replace_object(path, f"optimizer.{key}", _saved(value))
     with pytest.raises(InputError, match="step-00000006 cannot be read: ") as told:
@@ -162,7 +162,7 @@ def test_checkpoint_with_wrong_content_cannot_be_read(key: str, value: Any, tmp_
     assert "\n" not in str(told.value)
 
 
-def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path: Path) -> None:
+def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path):
     """Which SECURITY.md warns of; `Reader` with `LoadPlanner` does not."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "file")))
     with pytest.raises(AttributeError):  # what was unpickled is no metadata
@@ -176,7 +176,7 @@ def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path: Path) -> None:
     assert "pickle.loads(" in inspect.getsource(dynamic_rendezvous)
 
 
-def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path: Path) -> None:
+def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path):
     """What `dcp.save` writes of an `OptimizerState` names no class of demopt, so that none must keep its name."""
     optimizer = demopt.LocalDeMo(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))]), process_group=SingleRank())
     entry = OptimizerState(optimizer).state_dict()["rank0.shard0.0"]

@@ -30,11 +30,11 @@ def everywhere(machines: list[str], wait: float) -> list[list[Pair]]:
 
 
 @pytest.fixture(autouse=True)
-def _little_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_data(monkeypatch):
     monkeypatch.setattr(module, "BULK_SECONDS", 0.01)
 
 
-def test_every_pair_is_measured_and_all_machines_are_told() -> None:
+def test_every_pair_is_measured_and_all_machines_are_told():
     first, *others = everywhere(MACHINES, wait=60)
     ways = [(one, other) for one in MACHINES for other in MACHINES if one != other]
     assert sorted((pair.source, pair.target) for pair in first) == ways
@@ -45,7 +45,7 @@ def test_every_pair_is_measured_and_all_machines_are_told() -> None:
 
 
 @pytest.mark.parametrize("absent", MACHINES)
-def test_machine_that_does_not_answer_is_named(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_that_does_not_answer_is_named(absent, monkeypatch):
     present = [machine for machine in MACHINES if machine != absent]
 
     class WhenAllCame(TCPStore):
@@ -69,9 +69,7 @@ def test_machine_that_does_not_answer_is_named(absent: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("elsewhere", ["", "gloo listens on 172.17.0.1 on 127.0.0.3: export ..."])
-def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, elsewhere: str
-) -> None:
+def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhere(monkeypatch, elsewhere):
     class Group(ProcessGroupGloo):
         def __init__(self, store: Any, *rest: Any) -> None:
             key, real = store
@@ -90,7 +88,7 @@ def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhe
 
 
 @pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.EHOSTUNREACH])
-def test_machine_without_a_route_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_machine_without_a_route_is_not_waited_for(monkeypatch, number):
     no_route = Mock(side_effect=OSError(number, os.strerror(number)))
     monkeypatch.setattr(module.socket, "create_connection", no_route)
     monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("waited"))
@@ -98,7 +96,7 @@ def test_machine_without_a_route_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert os.strerror(number) in row.fault
 
 
-def test_raw_lines_of_torch_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_raw_lines_of_torch_are_not_shown(capfd):
     with module.quiet():
         os.write(2, b"[W socket.cpp] The hostname of the client socket cannot be retrieved")
     os.write(2, b"shown")
@@ -118,9 +116,7 @@ def named(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", None], ids=["as Debian writes it", "a name without address"])
-def test_loopback_trap_is_found_with_its_remedy(
-    address: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loopback_trap_is_found_with_its_remedy(address, monkeypatch, capsys):
     named(monkeypatch, address)
     monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.1.2.3"})
     monkeypatch.setattr(team, "local_address", lambda _: "10.1.2.3")
@@ -130,7 +126,7 @@ def test_loopback_trap_is_found_with_its_remedy(
     assert "-> export GLOO_SOCKET_IFNAME=eth7" in capsys.readouterr().out
 
 
-def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch):
     named(monkeypatch, "10.1.2.3")
     team.refuse_loopback("10.1.2.4")
     monkeypatch.setenv(team.INTERFACE, "nowhere0")
@@ -138,14 +134,14 @@ def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch: pytest.M
         team.gloo_address()
 
 
-def test_slow_start_matters_on_long_links_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_start_matters_on_long_links_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_IDLE", tmp_path / "idle")
     for setting, rtt_ms, remedy in (("1\n", 0.5, ""), ("1\n", 50, "sysctl -w net.ipv4.tcp_slow"), ("0\n", 50, "")):
         (tmp_path / "idle").write_text(setting)
         assert slow_start(rtt_ms)[2].partition("_start")[0] == remedy
 
 
-def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_and_missing_kernels_are_found(monkeypatch):
     monkeypatch.setattr("demopt.kernels.gate.library", lambda: None)
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -157,7 +153,7 @@ def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "10.0.0.1", "172.17.0.1"], ids=["loopback", "the peers'", "another"])
-def test_gloo_listens_where_peers_reach_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_listens_where_peers_reach_it(address, monkeypatch):
     named(monkeypatch, address)
     monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.0.0.1"})
     elsewhere = "gloo listens on 172.17.0.1 on 10.0.0.1: export GLOO_SOCKET_IFNAME=eth7 there"
@@ -180,9 +176,7 @@ UNLIKE = [Pair(*BOTH[0], "b", 50.0, 1e8, unlike="torch 2.12.0"), Pair(*BOTH[1], 
     ],
     ids=["known fault", "unlike", "taken port"],
 )
-def test_doctor_tells_faults_and_the_plan_to_make(
-    own: str, ways: list[Pair] | None, told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_doctor_tells_faults_and_the_plan_to_make(own, ways, told, monkeypatch, capsys):
     named(monkeypatch, own)
     monkeypatch.setattr(module, "_IDLE", Path("none"))  # which is of this machine
     monkeypatch.setattr(module, "own_address", lambda peers: peers[0])

@@ -77,7 +77,7 @@ def _heard(pipe: Connection) -> Any:
 def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    store: Any = None  # which its manager needs as long as it lives
+    store = None  # which its manager needs as long as it lives
 
     def make_manager() -> Any:  # from here on the lighthouse counts this replica
         import torchft
@@ -99,7 +99,7 @@ def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
 
 def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local: bool) -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(EVERYONE * ROOM, dtype=torch.float64))
-    exactly: Any = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
+    exactly = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
     if local:
         inner = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **exactly)
     else:
@@ -146,7 +146,7 @@ def _step(members: list[Replica], orders: dict[int, str] | None = None) -> list[
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["DeMo", "LocalDeMo"])
-def test_every_gradient_is_applied_once(local: bool) -> None:
+def test_every_gradient_is_applied_once(local):
     with _replicas(local) as everyone:
         survivors, victims = everyone[:SURVIVORS], everyone[SURVIVORS:]
         for survivor in survivors:

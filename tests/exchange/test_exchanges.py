@@ -55,12 +55,12 @@ def conform(exchange: Exchange) -> None:
         assert gathered.tolist() == [[round_, row] for row in range(world_size)]
 
 
-def test_single_rank_conforms() -> None:
+def test_single_rank_conforms():
     conform(SingleRank())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_thread_exchange_conforms_with_a_meter(world_size: int) -> None:
+def test_thread_exchange_conforms_with_a_meter(world_size):
     ranks.threads(lambda exchange: conform(Meter(exchange)), world_size)
 
 
@@ -69,7 +69,7 @@ def _collective(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_collective_conforms(world_size: int) -> None:
+def test_collective_conforms(world_size):
     ranks.run(_collective, world_size)
 
 
@@ -91,7 +91,7 @@ def _part_of_the_world_size(rank: int, world_size: int) -> list[Any]:
     return [resolve(mesh["out"]).rank, resolve(mesh["in"]).rank]
 
 
-def test_collective_conforms_in_groups_and_meshes() -> None:
+def test_collective_conforms_in_groups_and_meshes():
     assert ranks.run(_part_of_the_world_size, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
@@ -114,7 +114,7 @@ def _of_nodes(rank: int, world_size: int, steps: int) -> problems.History:
     return problems.train(optimizer, range(steps), rank, before_step=average)
 
 
-def test_hierarchical_node_acts_as_one_rank() -> None:
+def test_hierarchical_node_acts_as_one_rank():
     of_ranks, of_nodes = ranks.run(_nodes, 4, 3), ranks.run(_of_nodes, 2, 3)
     problems.assert_replicas(of_ranks)
     for rank, history in enumerate(of_ranks):
@@ -137,7 +137,7 @@ def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
     return gradients, metered.sent_bytes
 
 
-def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_as_they_are() -> None:
+def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_as_they_are():
     results = ranks.threads(_averaged, 3)
     thirds = 2 * -(-7009 // 3) + 8 * -(-5 // 3) + 4  # bytes
     for _, sent in results:
@@ -158,31 +158,31 @@ def _unlike_in_a_node(rank: int, world_size: int, shapes: list[tuple[int, ...]],
     return str(caught.value)
 
 
-def test_hierarchical_names_unlike_ranks_of_a_node() -> None:
-    cases: Any = (([(3, 3)], {}, "['params'][0] = float32 [3, 3]"), (problems.FEW, {"lr": 0.5}, "['lr'] = 0.5"))
+def test_hierarchical_names_unlike_ranks_of_a_node():
+    cases = (([(3, 3)], {}, "['params'][0] = float32 [3, 3]"), (problems.FEW, {"lr": 0.5}, "['lr'] = 0.5"))
     for shapes, settings, said in cases:
         for told in ranks.run(_unlike_in_a_node, 2, shapes, settings):
             assert f"rank 1 has param_groups[0]{said}" in told
 
 
-def test_nodes_in_the_background_are_refused_at_construction() -> None:
+def test_nodes_in_the_background_are_refused_at_construction():
     nodes, inner = Hierarchical(SingleRank(), SingleRank()), torch.optim.SGD(problems.parameters([(3,)]), lr=0.1)
     with pytest.raises(ValueError, match="nodes cannot exchange in the background yet"):
         LocalDeMo(inner, delay=1, process_group=nodes)
 
 
-def test_process_ends_after_the_call_in_the_background() -> None:
+def test_process_ends_after_the_call_in_the_background():
     code = "import time, demopt.exchange.background as b; b.Background().submit(lambda: print(time.sleep(1)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "None\n"
 
 
-def test_collective_needs_init_process_group() -> None:
+def test_collective_needs_init_process_group():
     assert isinstance(resolve(None), SingleRank)
     with pytest.raises(ValueError, match="init_process_group"):
         Collective()
 
 
-def test_all_gather_refuses_unlike_lengths() -> None:
+def test_all_gather_refuses_unlike_lengths():
     def uneven(exchange: Exchange) -> None:
         with pytest.raises(ExchangeError, match=r"\[3, 4\]"):
             exchange.all_gather(torch.zeros(3 + exchange.rank, dtype=torch.uint8))
@@ -190,7 +190,7 @@ def test_all_gather_refuses_unlike_lengths() -> None:
     ranks.threads(uneven, 2)
 
 
-def test_threads_share_one_copy_raise_the_first_error_and_can_run_again() -> None:
+def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
     def work(exchange: Exchange, broken: int) -> int:
         if exchange.rank == broken:
             raise ValueError(f"rank {broken} is broken")
@@ -222,7 +222,7 @@ def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     return {"error": error, "seconds": time.monotonic() - begun}
 
 
-def test_collective_timeout_names_step_and_rank() -> None:
+def test_collective_timeout_names_step_and_rank():
     *waiting, _ = ranks.run(_one_late, 3)
     for found in waiting:
         assert isinstance(found["error"], ExchangeError)
@@ -250,7 +250,7 @@ class _OnTheDevice(SingleRank):
         assert data_B.device.type == "meta"
 
 
-def test_two_levels_may_have_two_backends() -> None:
+def test_two_levels_may_have_two_backends():
     """gloo between nodes, nccl inside of one: what gloo brought goes back to the device before it is broadcast."""
     nodes, message = Hierarchical(_OnTheHost(), _OnTheDevice()), torch.zeros(1, 8, dtype=torch.uint8, device="meta")
     assert nodes.all_gather(message[0]).device.type == "meta"

@@ -70,7 +70,7 @@ def _rank_1_dies(rank: int, world_size: int) -> str:
     return said
 
 
-def test_killed_rank_is_named_with_its_host_by_all_and_nobody_else_is() -> None:
+def test_killed_rank_is_named_with_its_host_by_all_and_nobody_else_is():
     zero, one, two = ranks.outcomes(_rank_1_dies, 3)
     assert isinstance(one.error, ranks.RankDiedError)
     assert zero.value.startswith(f"no answer from rank 1 (host {HOST}) of 3 after"), zero
@@ -86,7 +86,7 @@ def _rank_0_takes_the_store_with_it(rank: int, world_size: int) -> str:
     return _failure(exchange)
 
 
-def test_loss_of_rank_0_with_the_store_names_rank_0() -> None:
+def test_loss_of_rank_0_with_the_store_names_rank_0():
     zero, one, two = ranks.outcomes(_rank_0_takes_the_store_with_it, 3)
     assert isinstance(zero.error, ranks.RankDiedError)
     for other in (one, two):
@@ -106,7 +106,7 @@ def _rank_1_dies_in_ddp(rank: int, world_size: int) -> tuple[str, str]:
     return str(caught.value), type(own.value).__name__
 
 
-def test_rank_lost_during_ddp_backward_is_named() -> None:
+def test_rank_lost_during_ddp_backward_is_named():
     zero, _ = ranks.outcomes(_rank_1_dies_in_ddp, 2)
     assert zero.error is None, zero.trace
     assert zero.value[0].startswith(f"no answer from rank 1 (host {HOST}) of 2"), zero
@@ -131,11 +131,11 @@ NAMES = {rank: f"rank {rank} (host m{rank})" for rank in range(4)}
         ({0: WAITS, 1: WAITS, 2: WAITS, 3: Answer(6, False)}, "exchange among 4 ranks failed, and all of them answer"),
     ],
 )
-def test_verdict_follows_from_who_waits_for_whom(answers: dict[int, Answer], said: str) -> None:
+def test_verdict_follows_from_who_waits_for_whom(answers, said):
     assert verdict_of(NAMES, answers, 0).startswith(said)
 
 
-def test_rank_on_another_machine_cannot_tell_the_loss_of_the_store_from_that_of_its_own_network() -> None:
+def test_rank_on_another_machine_cannot_tell_the_loss_of_the_store_from_that_of_its_own_network():
     far = Liveness(lambda: None, rank=1)
     far._hosts = {0: "m0", 1: "m1"}
     lost = "no answer from rank 0 (host m0) of 3, whose machine holds the store"

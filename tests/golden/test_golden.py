@@ -104,7 +104,7 @@ def assert_reproduced(golden: dict[str, Tensor], ran: dict[str, Tensor], zeros: 
 
 
 @pytest.mark.parametrize(("case", "world_size"), FILES)
-def test_demo_and_the_oracle_reproduce_the_golden_history(case: str, world_size: int) -> None:
+def test_demo_and_the_oracle_reproduce_the_golden_history(case, world_size):
     """Only with K = 1 has U zeros in exact arithmetic, and few."""
     golden, (of_oracle, zeros) = load(case, world_size), oracle_history(case, world_size)
     results = [reproduce(0, 1, case)] if world_size == 1 else ranks.run(reproduce, world_size, case)
@@ -118,5 +118,5 @@ def test_demo_and_the_oracle_reproduce_the_golden_history(case: str, world_size:
     assert float(undecided.double().mean()) < 0.02
 
 
-def test_every_golden_file_is_compared() -> None:
+def test_every_golden_file_is_compared():
     assert {path.stem for path in FOLDER.glob("*.npz")} == {f"v1_{case}_w{world_size}" for case, world_size in FILES}

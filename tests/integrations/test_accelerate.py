@@ -24,7 +24,7 @@ def _built() -> tuple[Accelerator, nn.Module, list[Any]]:
     """Also a model of two layers, one trained by LocalDeMo, one by DeMo, as Accelerate has prepared them."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     local = demopt.LocalDeMo(torch.optim.AdamW(model[0].parameters(), lr=0.1), sync_every=2)
     model, *optimizers = accelerator.prepare(model, local, demopt.DeMo(model[1].parameters(), lr=0.1))
     demopt.unsync(model)
@@ -54,7 +54,7 @@ def _train(model: nn.Module, optimizers: list[Any], steps: range, rank: int) -> 
     return [optimizer.optimizer.fingerprint() for optimizer in optimizers]
 
 
-def test_load_state_restores_every_rank(tmp_path: Path) -> None:
+def test_load_state_restores_every_rank(tmp_path):
     ranks.run(_resumed, 1, str(tmp_path), True)  # an earlier checkpoint in this folder
     whole = ranks.run(_resumed, 2, str(tmp_path), True)
     resumed = ranks.run(_resumed, 2, str(tmp_path), False)
@@ -64,7 +64,7 @@ def test_load_state_restores_every_rank(tmp_path: Path) -> None:
         assert "demopt0_rank0_of_1.pt" not in files
 
 
-def test_more_or_fewer_ranks_take_their_shares_and_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
+def test_more_or_fewer_ranks_take_their_shares_and_a_missing_or_damaged_file_is_named(tmp_path):
     ranks.run(_resumed, 2, str(tmp_path), True)
     first, *others = ranks.run(_resumed, 3, str(tmp_path), False)
     assert others == [first] * 2
@@ -95,13 +95,13 @@ def _saved_between_rounds(rank: int, world_size: int, folder: str) -> tuple[bool
         return equal, said, marks
 
 
-def test_state_saved_between_rounds_has_the_global_model_and_goes_on_exactly(tmp_path: Path) -> None:
+def test_state_saved_between_rounds_has_the_global_model_and_goes_on_exactly(tmp_path):
     found = ranks.run(_saved_between_rounds, 2, str(tmp_path))
     assert [(equal, said) for equal, said, _ in found] == [(True, [])] * 2
     assert found[0][2] == found[1][2]
 
 
-def test_register_refuses_another_optimizer() -> None:
+def test_register_refuses_another_optimizer():
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"the optimizer is AdamW, and after demopt\.unsync only"):
         register(accelerator, accelerator.prepare(torch.optim.AdamW(model.parameters())))

@@ -48,7 +48,7 @@ def _run(name: str, folder: Path, *options: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [*((name, "LocalDeMo") for name in SCRIPTS), ("hf_trainer", "DeMo")])
-def test_example_resumes_from_the_middle_bit_for_bit(name: str, optimizer: str, tmp_path: Path) -> None:
+def test_example_resumes_from_the_middle_bit_for_bit(name, optimizer, tmp_path):
     missing = [package for package in SCRIPTS[name][2] if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}: make test-integrations")
@@ -60,7 +60,7 @@ def test_example_resumes_from_the_middle_bit_for_bit(name: str, optimizer: str, 
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_examples_are_short_and_mark_the_lines_that_matter(path: Path) -> None:
+def test_examples_are_short_and_mark_the_lines_that_matter(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
     assert re.findall(r"# <- (\d)", text) == ["1", "2"]

@@ -1,6 +1,5 @@
 """demopt.integrations.lightning; examples/lightning_strategy.py trains and resumes with it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ import lightning.pytorch as lightning
 from demopt.integrations.lightning import DeMoStrategy
 
 
-def test_strategy_refuses_another_optimizer() -> None:
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+def test_strategy_refuses_another_optimizer():
+    class Module(lightning.LightningModule):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW([nn.Parameter(torch.ones(2))])
 
@@ -31,13 +30,11 @@ def test_strategy_refuses_another_optimizer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_strategy_validates_and_saves_the_global_weights_between_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path, monkeypatch):
     """One rank suffices: its local weights, too, differ from the global ones between rounds."""
     seen = list[Any]()
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)

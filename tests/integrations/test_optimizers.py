@@ -64,7 +64,7 @@ def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
         found.utils.compile_mode = None  # its steps are compiled otherwise, which takes minutes
     kind = getattr(found, attribute)
     if name in SPECIAL:
-        return SPECIAL[name](kind, model)  # type: ignore[no-any-return]
+        return SPECIAL[name](kind, model)
     return kind(model.parameters(), lr=LR.get(attribute, 1e-2))
 
 
@@ -144,12 +144,12 @@ def found_out(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", rows())
-def test_optimizer_does_what_the_page_says(name: str) -> None:
+def test_optimizer_does_what_the_page_says(name):
     if importlib.util.find_spec(name.split(".")[0]) is None:
         pytest.skip("make test-integrations installs it")
     assert found_out(name) == rows()[name]
 
 
-def test_page_has_some_25_classes_of_seven_packages() -> None:
+def test_page_has_some_25_classes_of_seven_packages():
     assert len(rows()) >= 25
     assert len({name.split(".")[0] for name in rows()}) >= 7

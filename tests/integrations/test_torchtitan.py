@@ -24,26 +24,26 @@ def _gradient(rank: int, world_size: int) -> Tensor:
 
     def torchtitan_fn(model: nn.Module) -> nn.Module:
         fully_shard(model, mesh=mesh)
-        model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        model.set_gradient_divide_factor(1.0)
         return model
 
     torch.manual_seed(0)
     model = parallelize(torchtitan_fn)(nn.Linear(8, 4, bias=False))
     model(problems.draw((5, 8), rank)).sum().backward()
-    return model.weight.grad.full_tensor()  # type: ignore[union-attr, operator, no-any-return]
+    return model.weight.grad.full_tensor()
 
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("needs torchtitan: make test-integrations", allow_module_level=True)
 
 
-def test_parallelize_sums_a_replicas_gradients_over_gloo() -> None:
+def test_parallelize_sums_a_replicas_gradients_over_gloo():
     wanted = problems.draw((5, 8), 0).sum(0) + problems.draw((5, 8), 1).sum(0)
     for gradient in ranks.run(_gradient, 2):
         torch.testing.assert_close(gradient, wanted.expand(4, 8))
 
 
-def test_container_refuses_a_checkpoint_from_between_two_rounds() -> None:
+def test_container_refuses_a_checkpoint_from_between_two_rounds():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchtitan's own
         from demopt.integrations.torchtitan import DeMoContainer

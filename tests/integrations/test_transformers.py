@@ -23,7 +23,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 from demopt.integrations.transformers import DeMoCallback
 
 
-def test_callback_applies_a_round_in_flight_before_the_trainer_saves() -> None:
+def test_callback_applies_a_round_in_flight_before_the_trainer_saves():
     parameters = problems.parameters([(4, 4)])
     optimizer = demopt.LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, delay=1)
     for step, control in enumerate((TrainerControl(), TrainerControl(should_save=True))):
@@ -40,7 +40,7 @@ def test_callback_applies_a_round_in_flight_before_the_trainer_saves() -> None:
         (torch.optim.AdamW, False, "the optimizer is AdamW, and with DeMoCallback only DeMo and LocalDeMo"),
     ],
 )
-def test_callback_refuses_jit_checkpoints_and_the_trainers_default_optimizer(kind: Any, saves: bool, told: str) -> None:
+def test_callback_refuses_jit_checkpoints_and_the_trainers_default_optimizer(kind, saves, told):
     parts = {"optimizer": kind(problems.parameters([(4, 4)])), "model": torch.nn.Linear(2, 2)}
     arguments = TrainingArguments("unused", enable_jit_checkpoint=saves)
     with pytest.raises((ValueError, TypeError), match=told):
@@ -70,7 +70,7 @@ def _trained(rank: int, world_size: int, rows: list[dict[str, torch.Tensor]], ov
 
 
 @pytest.mark.parametrize("over_all_ranks", [True, False])
-def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks: bool, tmp_path: Path) -> None:
+def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks, tmp_path):
     tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[:, 0] = -100  # nothing predicts it
@@ -116,8 +116,8 @@ def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[lis
         def trained(resumed: str | None) -> tuple[Any, Trainer]:
             model = _model()
             optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
-            data: Any = {"train_dataset": rows, "eval_dataset": rows[:4]}
-            given: Any = {"optimizers": (optimizer, None), "callbacks": [DeMoCallback(), other]}
+            data = {"train_dataset": rows, "eval_dataset": rows[:4]}
+            given = {"optimizers": (optimizer, None), "callbacks": [DeMoCallback(), other]}
             trainer = Trainer(model, arguments, **data, **given)
             trainer.train(resume_from_checkpoint=resumed)
             return optimizer, trainer
@@ -135,7 +135,7 @@ def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[lis
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best", "on_step_end", "on_log"])
-def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(strategy: str, tmp_path: Path) -> None:
+def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(strategy, tmp_path):
     (seen, (checkpoint, saved), after), other = ranks.run(_evaluated, 2, str(tmp_path), strategy)
     third, fifth, end, *resumed = seen
     assert third != fifth, "after steps 3 and 5, with rounds after 2 and 4"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,12 +39,12 @@ def _built_levels() -> list[int]:
 
 
 @pytest.fixture(params=_built_levels(), ids=lambda level: f"v{level}")
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def level(request, monkeypatch):
     """Each instruction set that was built and that this machine has."""
     if request.param > library().demopt_level():
         pytest.skip("not on this processor")
     loaded = ctypes.CDLL(str(LIBRARY))
-    loaded.demopt_level = lambda: request.param  # type: ignore[assignment]
+    loaded.demopt_level = lambda: request.param
     monkeypatch.setattr(step, "library", lambda: loaded)
     return int(request.param)
 
@@ -96,7 +95,7 @@ class _Scene:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "identity"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_extract_matches_core(level: int, shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
+def test_extract_matches_core(level, shape, name, dtype):
     keep = max(1, math.prod(chunking(shape, 64).chunk_shape) // 100)
     scene = _Scene(shape, 3, name, keep)
     gradients = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
@@ -110,7 +109,7 @@ def test_extract_matches_core(level: int, shape: tuple[int, ...], name: str, dty
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 31, 32, 100, 1024, 4095, 4096])
-def test_extract_selects_the_strongest(level: int, keep: int) -> None:
+def test_extract_selects_the_strongest(level, keep):
     scene = _Scene((20 * 64, 64), 1, "identity", keep)
     momentum = torch.randn(20, 64, 64) * torch.rand(20, 64, 1) ** 8  # strong rows
     momentum[3] = 0
@@ -128,9 +127,7 @@ def test_extract_selects_the_strongest(level: int, keep: int) -> None:
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_apply_of_the_strongest_gives_the_bits_of_core(
-    level: int, shape: tuple[int, ...], name: str, world_size: int, reduction: str
-) -> None:
+def test_apply_of_the_strongest_gives_the_bits_of_core(level, shape, name, world_size, reduction):
     scene = _Scene(shape, 2, name)
     chunks = 2 * scene.whole.chunks
     for keep, largest in itertools.product({1, min(8, scene.length)}, [1, 127]):
@@ -152,7 +149,7 @@ def _sign_bits(values_WCN: Tensor) -> SignBits:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_extract_and_subtraction_of_signs_match_core(level: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_extract_and_subtraction_of_signs_match_core(level, shape, dtype):
     scene = _Scene(shape, 3)
     starts = [torch.randn(shape), None, torch.randn(shape)]
     ends = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
@@ -173,9 +170,7 @@ def test_extract_and_subtraction_of_signs_match_core(level: int, shape: tuple[in
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize("samples", [(1,), (1, 1), (2, 3, 1), (8,) * 7])
-def test_apply_of_signs_gives_the_bits_of_core(
-    level: int, shape: tuple[int, ...], name: str, samples: tuple[int, ...]
-) -> None:
+def test_apply_of_signs_gives_the_bits_of_core(level, shape, name, samples):
     scene = _Scene(shape, 2, name)
     weights, chunks = exact.weights_of(samples), 2 * scene.whole.chunks
     values = torch.randn(len(samples), chunks, scene.length) * torch.rand(len(samples), chunks, 1) ** 8
@@ -186,7 +181,7 @@ def test_apply_of_signs_gives_the_bits_of_core(
     scene.assert_applies(received, Q, units, (bits.codes != 0).any(0))
 
 
-def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(level: int) -> None:
+def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(level):
     scene = _Scene(SHAPES[0], 2, "dct")
     chunks = 2 * scene.whole.chunks
     bits = _sign_bits(torch.randn(1, chunks, scene.length))
@@ -205,7 +200,7 @@ def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(lev
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096])
-def test_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
+def test_answer_is_the_error_plus_the_mean(level, length):
     torch.manual_seed(length)
     bits, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
     sums, mean = torch.empty(40, length), torch.empty(40, length)
@@ -216,7 +211,7 @@ def test_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("update", ["signum", "adamw", "sgd"])
-def test_rank_without_kernels_stays_equal(update: str) -> None:
+def test_rank_without_kernels_stays_equal(update):
     """With parameters of two dtypes; the order of their elements in memory does not matter either."""
 
     def trained(exchange: Exchange) -> problems.History:
@@ -260,7 +255,7 @@ def _signs_of_many_chunks() -> Tensor:
     return momentum
 
 
-def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatch):
     expected, start, started = _signs_of_many_chunks(), threading.Thread.start, list[threading.Thread]()
 
     def start_one(thread: threading.Thread) -> None:
@@ -275,7 +270,7 @@ def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatc
     assert len(started) == 2
 
 
-def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch):
     """The memory that such a thread uses is freed."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(step.threading, "Thread", _Interrupted)
@@ -284,7 +279,7 @@ def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch: pytest.Mo
     assert [(thread.awaited, thread.is_alive()) for thread in THREADS] == 3 * [(2, False)]
 
 
-def test_a_new_library_replaces_one_in_use_without_writing_into_it(tmp_path: Path) -> None:
+def test_a_new_library_replaces_one_in_use_without_writing_into_it(tmp_path):
     library, built = tmp_path / "cpu.so.1", tmp_path / "built"
     library.write_bytes(b"old")
     built.write_bytes(b"new")
@@ -295,7 +290,7 @@ def test_a_new_library_replaces_one_in_use_without_writing_into_it(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["built", "cpu.so.1"]
 
 
-def test_stale_library_is_not_used(tmp_path: Path) -> None:
+def test_stale_library_is_not_used(tmp_path):
     for name in ("cpu.so.1", *(path.name for path in LIBRARY.parent.glob("*.[ch]"))):
         (tmp_path / name).write_bytes(LIBRARY.with_name(name).read_bytes())
     with (tmp_path / "chunk.h").open("a") as source:
@@ -311,7 +306,7 @@ def test_stale_library_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 24])
-def test_the_number_of_threads_changes_no_bit(top_k: int | None) -> None:
+def test_the_number_of_threads_changes_no_bit(top_k):
     """Each chunk is one thread's; sums over chunks do not exist."""
     before, ends = torch.get_num_threads(), []
     try:

@@ -151,7 +151,7 @@ def _outcome(entry: str, given: dict[str, Tensor]) -> list[Tensor]:
 
 @given(entry=st.sampled_from(sorted(ENTRIES)), which=st.integers(0, 5), name=st.sampled_from(sorted(MUTATIONS)))
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-def test_a_wrong_tensor_is_refused_or_read_rightly(entry: str, which: int, name: str) -> None:
+def test_a_wrong_tensor_is_refused_or_read_rightly(entry, which, name):
     wrong = _copies(entry)
     argument = sorted(wrong)[which % len(wrong)]
     try:
@@ -181,7 +181,7 @@ def test_a_wrong_tensor_is_refused_or_read_rightly(entry: str, which: int, name:
         ("invert signs", "out", "signs"),
     ],
 )
-def test_tensors_that_share_memory_with_a_written_one_are_refused(entry: str, written: str, other: str) -> None:
+def test_tensors_that_share_memory_with_a_written_one_are_refused(entry, written, other):
     given_, memory = _copies(entry), torch.zeros(1 << 20, dtype=torch.uint8)
     for name in (written, other):
         each = given_[name]
@@ -198,13 +198,13 @@ SHAPES = [(33, 20), (40,), (2, 3, 5)]
 def _make(kind: str, kernels: str = "auto", shapes: Any = SHAPES) -> tuple[Any, list[Parameter]]:
     """An optimizer, and its parameters."""
     more = {"exchange": SingleRank(), "shapes": shapes, "kernels": kernels}
-    optimizer: Any = problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
+    optimizer = problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
     return optimizer, problems.all_parameters(optimizer)
 
 
 @given(which=st.integers(0, 2), name=st.sampled_from(sorted(MUTATIONS)), kernels=st.sampled_from(["auto", "torch"]))
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which: int, name: str, kernels: str) -> None:
+def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which, name, kernels):
     replicator = _make("DeMo", kernels)[0].replicator
     gradients: list[Any] = [problems.draw(shape, 5) for shape in SHAPES]
     before = [entry["momentum"].clone() for entry in replicator.state.values()]
@@ -226,7 +226,7 @@ def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which: int,
 
 
 @pytest.mark.parametrize("gradients", [[], [torch.zeros(33, 20)], [None] * 4], ids=len)
-def test_replicator_refuses_another_number_of_gradients(gradients: list[Any]) -> None:
+def test_replicator_refuses_another_number_of_gradients(gradients):
     with pytest.raises(ValueError, match=f"got {len(gradients)} gradients for 3 parameters"):
         _make("DeMo")[0].replicator.extract(gradients)
 
@@ -234,7 +234,7 @@ def test_replicator_refuses_another_number_of_gradients(gradients: list[Any]) ->
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("shape", [(16, 16), (20, 33), (660,), (66, 40)], ids=str)
-def test_step_refuses_a_parameter_whose_data_got_another_shape(kind: str, kernels: str, shape: tuple[int, ...]) -> None:
+def test_step_refuses_a_parameter_whose_data_got_another_shape(kind, kernels, shape):
     optimizer, parameters = _make(kind, kernels)
     for number in range(3):
         problems.set_gradients(parameters, number)
@@ -250,7 +250,7 @@ def test_step_refuses_a_parameter_whose_data_got_another_shape(kind: str, kernel
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (66, 40)], ids=str)
-def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(shape: tuple[int, ...]) -> None:
+def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(shape):
     optimizer, parameters = _make("DeMo")
     problems.set_gradients(parameters, 0)
     messages = optimizer.exchange(optimizer.extract())
@@ -264,7 +264,7 @@ def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_parameters_of_another_dtype_since_train_on(kind: str, dtype: torch.dtype) -> None:
+def test_parameters_of_another_dtype_since_train_on(kind, dtype):
     """As `model.to(dtype)` after the optimizer was built."""
     ends = []
     for kernels in ("auto", "torch"):
@@ -281,7 +281,7 @@ def test_parameters_of_another_dtype_since_train_on(kind: str, dtype: torch.dtyp
         torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-2)
 
 
-def test_parameters_that_share_memory_have_the_bits_of_torch() -> None:
+def test_parameters_that_share_memory_have_the_bits_of_torch():
     """Weights that are tied by their data: threads of a kernel would write them at the same time."""
     ends = []
     for kernels in ("auto", "torch"):
@@ -293,7 +293,7 @@ def test_parameters_that_share_memory_have_the_bits_of_torch() -> None:
 
 
 @pytest.mark.parametrize("message", [torch.zeros(8, dtype=torch.uint8), torch.zeros(3), torch.zeros(2, 64), 5], ids=str)
-def test_exchange_refuses_what_is_no_message_of_extract(message: Any) -> None:
+def test_exchange_refuses_what_is_no_message_of_extract(message):
     optimizer, parameters = _make("DeMo")
     problems.set_gradients(parameters, 0)
     right = optimizer.extract()
@@ -302,7 +302,7 @@ def test_exchange_refuses_what_is_no_message_of_extract(message: Any) -> None:
     optimizer.apply(optimizer.exchange(right))
 
 
-def test_only_the_gate_tells_addresses_to_c() -> None:
+def test_only_the_gate_tells_addresses_to_c():
     """And only the folder of the kernels calls C."""
     folder = Path(demopt.__file__).parent
     addresses, calls = set(), set()

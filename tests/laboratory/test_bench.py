@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +16,14 @@ APP.command()(gpu.main)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path):
     done = CliRunner().invoke(APP, ["--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "no GPU is here" in done.output
     assert not list(tmp_path.iterdir())
 
 
-def test_all_parts_run_and_are_written(tmp_path: Path) -> None:
+def test_all_parts_run_and_are_written(tmp_path):
     done = CliRunner().invoke(APP, ["--device", "cpu", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert len(done.output.splitlines()) == 5
@@ -36,7 +35,7 @@ def test_all_parts_run_and_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_bench_measures_every_method_with_one_process_and_with_two(tmp_path: Path) -> None:
+def test_bench_measures_every_method_with_one_process_and_with_two(tmp_path):
     (tmp_path / "shapes.json").write_text("[[64, 64], [256, 8], [64]]")
     words = ["--shapes", str(tmp_path / "shapes.json"), "--rounds", "2", "--warmup", "0"]
     command = [sys.executable, "-m", "laboratory.bench", *words, "--out", str(tmp_path / "out.json")]

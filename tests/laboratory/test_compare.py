@@ -48,7 +48,7 @@ def carry_on(chosen: Plan, loss: Callable[[float], float | None]) -> tuple[dict[
     return rows, done
 
 
-def test_tuning_finds_the_best_rate_then_adds_seeds() -> None:
+def test_tuning_finds_the_best_rate_then_adds_seeds():
     rows, done = carry_on(plan(), lambda lr: abs(math.log(lr / 4e-3)))
     assert sorted({run.lr for run in done}) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
     assert best_rate(plan(), ENTRY, rows) == 4e-3
@@ -57,12 +57,12 @@ def test_tuning_finds_the_best_rate_then_adds_seeds() -> None:
 
 
 @pytest.mark.parametrize(("more", "lr"), [({"lr": 0.5}, 0.5), ({"rates": 1}, 1e-3)])
-def test_tuning_leaves_a_given_rate_alone(more: Any, lr: float) -> None:
+def test_tuning_leaves_a_given_rate_alone(more, lr):
     _, done = carry_on(plan(**more), lambda lr: lr)
     assert [(run.lr, run.seed) for run in done] == [(lr, 0), (lr, 1)]
 
 
-def test_a_run_is_known_by_all_that_determines_it() -> None:
+def test_a_run_is_known_by_all_that_determines_it():
     facts: dict[str, Any] = {"study": "a", "entry": ENTRY, "lr": 1e-3, "seed": 0, "scale": Scale(), "source": SOURCE}
     same = {"study": "b", "entry": replace(ENTRY, name="another", lr=5.0), "source": replace(SOURCE, paths=("x",))}
     assert Run(**facts).key == Run(**{**facts, **same}).key
@@ -74,7 +74,7 @@ def test_a_run_is_known_by_all_that_determines_it() -> None:
 
 
 @pytest.mark.parametrize("diverged", [False, True])
-def test_figures_are_means_and_spreads_over_seeds_and_bytes_per_step(diverged: bool) -> None:
+def test_figures_are_means_and_spreads_over_seeds_and_bytes_per_step(diverged):
     chosen = plan(lr=1e-3)
     runs = missing(chosen, {})
     rows = {run.key: row(run, loss) for run, loss in zip(runs, (1.0, None if diverged else 2.0), strict=True)}
@@ -101,7 +101,7 @@ STUDY_WORDS = ["--study", "race", "--seeds", "0,1", "--rates", "1", *TINY.flags(
 STUDY_WORDS += ["--only", "AdamW-DDP", "--only", "DeMo"]
 
 
-def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path: Path) -> None:
+def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path):
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0
     rows = read_rows(tmp_path / "runs.jsonl")
     assert sorted((each["name"], each["seed"]) for each in rows.values()) == [
@@ -130,9 +130,7 @@ def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path: Path) -> None:
         ("local", {"sync_every": 3, "inner": "adamw", "route": "gather"}),
     ],
 )
-def test_an_interrupted_run_goes_on_to_the_same_record(
-    method: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_record(method, settings, tmp_path, monkeypatch):
     scale = replace(TINY, steps=20)
     corpus = read_text((str(TEXT),), scale)
     run = Run("methods", Entry("one", method, settings, 1e-2), 1e-2, 0, scale, Source(corpus.fingerprint))
@@ -155,7 +153,7 @@ def test_an_interrupted_run_goes_on_to_the_same_record(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_diverged_run_ends_early_and_is_named(tmp_path: Path) -> None:
+def test_a_diverged_run_ends_early_and_is_named(tmp_path):
     words = ["--only", "muon", "--seeds", "0", "--lr", "1e30", *TINY.flags(), "--out", str(tmp_path)]
     assert run_command(*words).exit_code == 0
     (only,) = read_rows(tmp_path / "runs.jsonl").values()
@@ -166,5 +164,5 @@ def test_a_diverged_run_ends_early_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value"), [("--study", "moons"), ("--only", "adam"), ("--width", "100"), ("--lr", "nan")]
 )
-def test_mistakes_are_named(flag: str, value: str) -> None:
+def test_mistakes_are_named(flag, value):
     assert f"{flag} is " in run_command(flag, value).output

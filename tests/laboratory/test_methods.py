@@ -41,7 +41,7 @@ def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
     """Takes one step with given gradients."""
     method.begin(lr)
     for rank, gradient in enumerate(given):
-        model: Any = method.model_of(rank)
+        model = method.model_of(rank)
         model.weight.grad = gradient.clone()
         method.take(rank)
     cost = method.finish()
@@ -55,7 +55,7 @@ def quantised(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_averaged_methods_equal_torch_on_the_mean_gradient(name: str) -> None:
+def test_averaged_methods_equal_torch_on_the_mean_gradient(name):
     matrix, method = start(METHODS[name])
     twin, other = start(METHODS[name])
     rates = Rates(other.optimizers)
@@ -72,7 +72,7 @@ def test_averaged_methods_equal_torch_on_the_mean_gradient(name: str) -> None:
 STEP = {"outer_lr": 0.7, "outer_momentum": 0.6}
 
 
-def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits() -> None:
+def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits():
     matrix, method = start(MuLoCo, every=2, **STEP)
     whole = []  # each worker's pseudo-gradient of two local steps
     for two in zip(*GRADIENTS, strict=True):
@@ -108,7 +108,7 @@ def raced(rank: int, world_size: int, settings: dict[str, Any]) -> Tensor:
     return model.weight.detach()
 
 
-def test_muloco_of_the_race_gives_the_weights_of_the_simulated_one() -> None:
+def test_muloco_of_the_race_gives_the_weights_of_the_simulated_one():
     settings = {"every": 2, **STEP}
     matrix, method = start(MuLoCo, **settings)
     for given in 2 * GRADIENTS:
@@ -117,7 +117,7 @@ def test_muloco_of_the_race_gives_the_weights_of_the_simulated_one() -> None:
         close(weight, matrix.weight.data)
 
 
-def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_wide() -> None:
+def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_wide():
     values = torch.tensor([-3.0, -1.0, -0.2, 0.0, 0.1, 1.1, 3.0])
     place = ((values - values.mean()) / (1.5 * values.std()) + 2).round().clamp(0, 3)
     expected = torch.stack([values[place == one].mean() for one in place])
@@ -125,7 +125,7 @@ def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_w
     close(quantised(torch.full((5,), 2.0)), torch.full((5,), 2.0))
 
 
-def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw() -> None:
+def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw():
     matrix, method = start(METHODS["sparseloco"], every=1, top_k=5, error_decay=0.5, weight_decay=0.0, values="float32")
     errors, weight = [torch.zeros(P) for _ in range(W)], torch.ones(P)
     own = [torch.nn.Parameter(torch.ones(12, 8)) for _ in range(W)]
@@ -150,7 +150,7 @@ def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_clip_limits_every_method(name: str) -> None:
+def test_clip_limits_every_method(name):
     """Where workers do not clip, the method does: a gradient a million times as large changes nothing more."""
     matrix, method = start(METHODS[name], clip=1.0, **({"every": 1} if name == "muloco" else {}))
     huge = [1e6 * gradient for gradient in GRADIENTS[0]]
@@ -163,7 +163,7 @@ def test_clip_limits_every_method(name: str) -> None:
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_study_entries_have_names_of_their_own_and_can_all_be_made(study: str) -> None:
+def test_study_entries_have_names_of_their_own_and_can_all_be_made(study):
     entries = STUDIES[study].entries
     assert len({entry.name for entry in entries}) == len(entries)
     for entry in entries:

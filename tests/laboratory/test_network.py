@@ -66,7 +66,7 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.fixture(scope="module")
-def root() -> None:
+def root():
     """Skips where machines cannot be made."""
     try:
         with bring_up(1):
@@ -76,7 +76,7 @@ def root() -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_a_message_cannot_hide_in_the_burst_of_a_link() -> None:
+def test_a_message_cannot_hide_in_the_burst_of_a_link():
     links = (Link("2mbit"), Link("2mbit", rtt_ms=40))
     results = run(Scenario(2, ("{python}", "-c", TALK), links, limit_seconds=60.0))
     for result, least in zip(results, (0.0, 0.04), strict=True):
@@ -86,7 +86,7 @@ def test_a_message_cannot_hide_in_the_burst_of_a_link() -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_a_cut_machine_gives_no_answer_until_mended() -> None:
+def test_a_cut_machine_gives_no_answer_until_mended():
     (result,) = run(Scenario(2, ("{python}", "-c", WATCH), limit_seconds=60.0, cut=Cut("True", 3.0)))
     assert [answer["output"] for answer in result["answers"]] == [[], ["True", "False", "True"]]
     assert [answer["exit"] for answer in result["answers"]] == [0, 0]
@@ -95,7 +95,7 @@ def test_a_cut_machine_gives_no_answer_until_mended() -> None:
 
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize("hub", [False, True])
-def test_machines_know_each_other_by_name_and_those_of_a_hub_reach_the_first_one_alone(hub: bool) -> None:
+def test_machines_know_each_other_by_name_and_those_of_a_hub_reach_the_first_one_alone(hub):
     (result,) = run(Scenario(3, ("{python}", "-c", REACH), hub=hub))
     names = ["m0", "m1", "m2"]
     reached = [names, ["m0", "m1"], ["m0", "m2"]] if hub else 3 * [names]
@@ -104,7 +104,7 @@ def test_machines_know_each_other_by_name_and_those_of_a_hub_reach_the_first_one
 
 
 @pytest.mark.usefixtures("root")
-def test_machines_of_a_killed_process_are_swept_away() -> None:
+def test_machines_of_a_killed_process_are_swept_away():
     code = "from laboratory.network.machines import bring_up\nwith bring_up(1):\n    print(1, flush=True)\n    input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:

@@ -76,7 +76,7 @@ def memories_of(optimizer: Any) -> list[torch.Tensor]:
 def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any]:
     model, settings = network(), CASES[case]
     local = case.startswith("LocalDeMo")
-    optimizer: Any = (
+    optimizer = (
         demopt.LocalDeMo(inner(model, LR), **settings) if local else demopt.DeMo(model.parameters(), lr=LR, **settings)
     )
     found: dict[str, Any] = {"traffic": []}
@@ -104,7 +104,7 @@ def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any
 def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
     """The same of each simulated worker."""
     workers, local = SimulatedWorkers(network(), world_size), case.startswith("LocalDeMo")
-    method: Any = LocalDeMoWorkers(workers, inner, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
+    method = LocalDeMoWorkers(workers, inner, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
     traffic, between = [], []
     for step in range(STEPS):
         method.last = step == STEPS - 1
@@ -133,7 +133,7 @@ def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
     [(case, size) for case in CASES for size in ((1, 3) if case.startswith("LocalDeMo") else (2, 4))],
 )
 @pytest.mark.parametrize("bad", [False, True], ids=["", "not finite"])
-def test_simulated_workers_have_the_bits_and_bytes_of_real_ranks(case: str, world_size: int, bad: bool) -> None:
+def test_simulated_workers_have_the_bits_and_bytes_of_real_ranks(case, world_size, bad):
     found = simulated(world_size, case, bad)
     for mine, theirs in zip(found, ranks.run(on_a_rank, world_size, case, bad), strict=True):
         assert mine["traffic"] == theirs["traffic"]
@@ -154,7 +154,7 @@ FLAGS = {"adamw": ["--weight-decay", "0.1"], "local": ["--sync-every", "4", "--t
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_experiment_has_the_losses_of_demopt_train(optimizer: str, tmp_path: Path) -> None:
+def test_an_experiment_has_the_losses_of_demopt_train(optimizer, tmp_path):
     text = Path(sysconfig.get_path("stdlib"), "calendar.py")
     method, settings, rate = OPTIMIZERS[optimizer]
     flags = [word for name, value in (TRAIN | rate).items() for word in (f"--{name.replace('_', '-')}", str(value))]

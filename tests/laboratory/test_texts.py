@@ -30,14 +30,12 @@ def archive(folder: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_text_does_not_depend_on_the_order_of_an_archive(
-    order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_does_not_depend_on_the_order_of_an_archive(order, tmp_path, monkeypatch):
     archive(tmp_path, list(FILES)[::order], monkeypatch)
     assert texts.joined(texts.documents(tmp_path, TEXT)) == b"fish\n\nchips"
 
 
-def test_another_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_archive_is_refused(tmp_path, monkeypatch):
     archive(tmp_path, list(FILES), monkeypatch)
     path = tmp_path / "fish-1.tar.gz"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -45,6 +43,6 @@ def test_another_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         list(texts.documents(tmp_path, TEXT))
 
 
-def test_another_text_is_refused() -> None:
+def test_another_text_is_refused():
     with pytest.raises(ValueError, match=r"english\.txt has the SHA-256"):
         texts.check("english.txt", b"chips", texts.TEXTS["english"].sha256)

@@ -105,9 +105,7 @@ def _assert_equal(
     [(_sgd, SHAPES, 1.0, 0.0), (problems.ADAMW, SHAPES, 0.7, 0.9), (_muon, SHAPES[:2], 0.7, 0.6)],
     ids=["local SGD", "DiLoCo", "MuLoCo"],
 )
-def test_local_demo_with_an_outer_momentum_is(
-    inner: Inner, shapes: list[tuple[int, ...]], outer_lr: float, outer_momentum: float
-) -> None:
+def test_local_demo_with_an_outer_momentum_is(inner, shapes, outer_lr, outer_momentum):
     """arXiv 2311.08105, algorithm 1 (AdamW inside), 2505.23725 (Muon inside): Nesterov on the mean pseudo-gradient."""
     published, expected = Published(inner, shapes), []
     outer = torch.optim.SGD(published.weights, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
@@ -121,7 +119,7 @@ def test_local_demo_with_an_outer_momentum_is(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "senders"])
-def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction: str) -> None:
+def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction):
     """arXiv 2508.15706, algorithm 1 without its quantiser; "mean" as in the paper, "senders" as in its code.
 
     e <- b e + D; the K largest of each chunk are sent and leave e; weights <- weights - a mean(sent).
@@ -147,7 +145,7 @@ def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction: str
     _assert_equal(expected, problems.ADAMW, settings, shapes=shapes)
 
 
-def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign() -> None:
+def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign():
     """The error is then the momentum of version 1, in which gradients come times the learning rate."""
     shapes = [(32, 16), (48, 32)]  # whole chunks: version 1 cuts and counts others differently
     lr, codec = 0.05, {"top_k": 24, "chunk": CHUNK, "values": "float64"}
@@ -172,7 +170,7 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
     ids=str,
 )
 @torch.no_grad()
-def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:
+def test_local_demo_equals_the_literal_round(changed):
     settings: dict[str, Any] = {
         "error_decay": 0.5, "outer_lr": 0.9, "top_k": 24, "chunk": CHUNK, "transform": "dct",
         "reduction": "senders", "values": "float64", **changed,
@@ -196,7 +194,7 @@ def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -> None:
+def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay):
     alone, wrapped = (problems.parameters(SHAPES, dtype=torch.float64) for _ in range(2))
     inner = problems.ADAMW(alone)
     everything = {"top_k": 256, "chunk": CHUNK, "values": "float64", "error_decay": 0.0}
@@ -210,7 +208,7 @@ def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-def test_error_of_signs_of_all_stays_below_one_pseudo_gradient() -> None:
+def test_error_of_signs_of_all_stays_below_one_pseudo_gradient():
     """Over 200 rounds of gradients that are noise around a slope: it is not forgotten, and must not grow."""
     (parameter,) = problems.parameters([(32, 48)])
     optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, chunk=CHUNK)

@@ -41,7 +41,7 @@ class Sam(torch.optim.SGD):
 
 
 def _sam(exchange: Exchange) -> tuple[int, int, list[float]]:
-    optimizer: Any = problems.local(exchange, [(8, 8)], Sam, sync_every=2)
+    optimizer = problems.local(exchange, [(8, 8)], Sam, sync_every=2)
     (weight,), losses = problems.all_parameters(optimizer), []
     for step in range(6):
         x = problems.draw((4, 8), exchange.rank, step)
@@ -58,7 +58,7 @@ def _sam(exchange: Exchange) -> tuple[int, int, list[float]]:
     return optimizer.fingerprint(), optimizer.inner[0].passes, losses
 
 
-def test_sam_gets_the_closure_in_its_step() -> None:
+def test_sam_gets_the_closure_in_its_step():
     (one, passes, losses), (other, _, _) = ranks.threads(_sam, 2)
     assert one == other
     assert passes == 6
@@ -114,12 +114,12 @@ class OtherState(torch.optim.SGD):
         (OtherState, "inner is a OtherState, whose state_dict has mine, base and no state by"),
     ],
 )
-def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused(inner: Any, told: str) -> None:
+def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused(inner, told):
     with pytest.raises(TypeError, match=told):
         problems.local(inner=inner)
 
 
-def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs_are_none() -> None:
+def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs_are_none():
     optimizer = problems.local(inner=Lookahead, sync_every=5)
     train(optimizer, range(1))
     with pytest.warns(UserWarning, match="Lookahead keeps a second copy of the weights"):
@@ -156,21 +156,21 @@ class DistMuon(torch.optim.Optimizer):
 
 
 def _communicating(rank: int, world_size: int, kind: str, delay: int) -> list[str]:
-    inner: Any = (lambda p: DistMuon(p, kind)) if kind else problems.ADAMW
+    inner = (lambda p: DistMuon(p, kind)) if kind else problems.ADAMW
     optimizer = problems.local(None, [(16, 8), (8, 8)], inner, sync_every=2, delay=delay)
     return problems.warned(lambda: train(optimizer, range(6), rank))
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather", ""])
-def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind: str, delay: int) -> None:
+def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind, delay):
     first, second = ranks.run(_communicating, 2, kind, delay)
     assert ["the step of DistMuon communicates between the ranks" in text for text in first] == [True] * bool(kind)
     assert not second
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay: int) -> None:
+def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay):
     def work(exchange: Exchange) -> list[int]:
         first, second = problems.parameters([(32, 16), (20,)])
         optimizer = LocalDeMo(problems.ADAMW([first]), sync_every=3, delay=delay, process_group=exchange)
@@ -208,7 +208,7 @@ def _replaced(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "in a folder"])
-def test_parameters_that_were_replaced_are_noticed_at_the_first_round(kind: str) -> None:
+def test_parameters_that_were_replaced_are_noticed_at_the_first_round(kind):
     ranks.run(_replaced, 1 if kind == "in a folder" else 2, kind)
 
 
@@ -218,7 +218,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["autocast", "parametrized", "spectral_norm", "compiled"])
-def test_swapped_weights_leave_no_cache_of_torch_stale(kind: str) -> None:
+def test_swapped_weights_leave_no_cache_of_torch_stale(kind):
     """shared(), its end, a round, loading: each time the model computes with the weights that it has then."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16)

@@ -56,7 +56,7 @@ def adapted(optimizer: LocalDeMo) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:rank 0 received .* bytes of states")
 @pytest.mark.parametrize("how", ["a file per rank", "consolidated", "deepcopy"])
-def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(how: str) -> None:
+def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(how):
     box: dict[str, Any] = {}
 
     def work(exchange: Exchange) -> list[Any]:
@@ -81,14 +81,14 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
     assert first[1] != second[1]
 
 
-def test_pickled_optimizer_knows_its_state_in_groups() -> None:
+def test_pickled_optimizer_knows_its_state_in_groups():
     optimizer = make(None)
     train(optimizer, range(3))
     assert adapted(again := problems.by_pickle(optimizer)) == adapted(optimizer)
     assert again._inner.facts() == optimizer._inner.facts()
 
 
-def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_finite() -> None:
+def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_finite():
     def work(exchange: Exchange) -> list[int]:
         optimizer = make(exchange)
         train(optimizer, range(4), exchange.rank)
@@ -120,9 +120,7 @@ def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_fin
         (lambda group: group.update(tags=("a", 1)), 0.1, "['tags'] = ('a', 1.0) where rank 0 has nothing"),
     ],
 )
-def test_a_setting_of_one_rank_is_named_at_the_first_step_and_where_it_changes(
-    change: Any, lr: Any, said: str, delay: int, at: int
-) -> None:
+def test_a_setting_of_one_rank_is_named_at_the_first_step_and_where_it_changes(change, lr, said, delay, at):
     def told(exchange: Exchange) -> str:
         optimizer = make(exchange, copy.deepcopy(lr), delay=delay)
         train(optimizer, range(at), exchange.rank)
@@ -175,7 +173,7 @@ def _looped() -> list[Any]:
         (torch.zeros((), device="meta"), torch.ones((), device="meta")),
     ],
 )
-def test_values_without_a_text_and_equal_ones_of_other_types_stop_no_run(pair: Any) -> None:
+def test_values_without_a_text_and_equal_ones_of_other_types_stop_no_run(pair):
     def work(exchange: Exchange) -> None:
         inner = torch.optim.SGD([{"params": problems.parameters(problems.FEW), "given": pair[exchange.rank]}], lr=0.1)
         train(LocalDeMo(inner, sync_every=1, process_group=exchange), range(2), exchange.rank)
@@ -190,7 +188,7 @@ def in_folder(store: ObjectStore, **group: Any) -> LocalDeMo:
     return LocalDeMo(inner, sync_every=1, process_group=run)
 
 
-def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects() -> None:
+def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects():
     store = ObjectStore()
     first = in_folder(store, warmup=lambda step: step, tags={"a", "b"}, lock=threading.Lock())
     train(first, range(3), 0)
@@ -205,7 +203,7 @@ def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects()
     assert again.replicator.round_number == 4
 
 
-def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run() -> None:
+def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run():
     store = ObjectStore()
     train(in_folder(store), range(1), 0)
     told = r"-[0-9a-f]{8} has inner param_groups\[0\]\['nesterov'\] = True where the"
@@ -221,7 +219,7 @@ def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run()
     train(later, range(2, 3), 1)
 
 
-def test_what_a_scheduler_adds_to_groups_stops_no_run_in_a_folder() -> None:
+def test_what_a_scheduler_adds_to_groups_stops_no_run_in_a_folder():
     store = ObjectStore()
     first, second = in_folder(store), in_folder(store)
     first.join()

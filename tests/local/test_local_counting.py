@@ -189,7 +189,7 @@ class Ledger:
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("seed", range(6))
-def test_no_local_step_is_lost_or_counted_twice(seed: int, codec: str, delay: int) -> None:
+def test_no_local_step_is_lost_or_counted_twice(seed, codec, delay):
     others = [Threads(2, timeout=100.0).exchanges for _ in range(60)]
 
     def accounts(exchange: Exchange) -> list[Any]:
@@ -212,7 +212,7 @@ def test_no_local_step_is_lost_or_counted_twice(seed: int, codec: str, delay: in
     assert any(part.any() for part in one[-1][1])
 
 
-def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once() -> None:
+def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once():
     def regrouped(exchange: Exchange, fewer: list[Exchange]) -> None:
         optimizer = problems.two_way(exchange, [(64, 48), (80, 16), (96,), ()], sync_every=2)
         problems.fingerprints(optimizer, range(4), exchange.rank)
@@ -228,7 +228,7 @@ def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once() -> None:
     ranks.threads(regrouped, 3, Threads(2, 60.0).exchanges)
 
 
-def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch):
     """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
     optimizer = problems.local(sync_every=2)
     problems.fingerprints(optimizer, [0])

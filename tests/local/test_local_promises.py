@@ -7,7 +7,6 @@ import copy
 import pickle
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def make(exchange: Any = None, shapes: Any = problems.FEW, inner: Any = problems
 # Replicas and rounds
 
 
-def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it() -> None:
+def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it():
     def traffic(exchange: Exchange, delay: int, flush_after: int) -> list[tuple[int, int]]:
         optimizer, counted = make(exchange, sync_every=2, delay=delay), []
         for step in range(4):
@@ -58,9 +57,7 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
 
 @pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)
 @pytest.mark.parametrize("at", [0, 3, 4, 5, 6])
-def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(
-    at: int, settings: dict[str, Any]
-) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(at, settings):
     """Right after a round, in the middle of H steps, where a round comes at once, and with delay after a flush."""
 
     def resumed(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
@@ -83,7 +80,7 @@ def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(
     assert all(problems.same(one, each) for each in (other, *others))
 
 
-def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
+def test_state_dict_between_rounds_warns_once_outside_shared():
     optimizer = make()
     train(optimizer, range(1))
     with optimizer.shared():
@@ -103,7 +100,7 @@ def _load(optimizer: LocalDeMo, value: float) -> None:
             parameter.fill_(value)
 
 
-def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_to_all_ranks() -> None:
+def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_to_all_ranks():
     optimizer = make()
     train(optimizer, range(3))
     told = pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back.*resync")
@@ -130,7 +127,7 @@ def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_interrupt_at_either_end_of_shared_keeps_local_weights(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_at_either_end_of_shared_keeps_local_weights(at, monkeypatch):
     copies, copy_all = list[int](), LocalWeights._copy
 
     def interrupted(self: LocalWeights, pairs: Any) -> None:
@@ -149,7 +146,7 @@ def test_interrupt_at_either_end_of_shared_keeps_local_weights(at: int, monkeypa
     assert not optimizer._weights.aside
 
 
-def test_shared_shows_the_global_weights_and_takes_them_back() -> None:
+def test_shared_shows_the_global_weights_and_takes_them_back():
     optimizer = make()
     train(optimizer, range(3))
     after = problems.values(optimizer)
@@ -170,7 +167,7 @@ def test_shared_shows_the_global_weights_and_takes_them_back() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, problems.by_pickle])
-def test_copy_goes_on_like_the_original(duplicate: Callable[[LocalDeMo], LocalDeMo]) -> None:
+def test_copy_goes_on_like_the_original(duplicate):
     optimizer = make(top_k=None, samples=8)
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     train(optimizer, range(4))
@@ -182,7 +179,7 @@ def test_copy_goes_on_like_the_original(duplicate: Callable[[LocalDeMo], LocalDe
     assert twin.samples == 8
 
 
-def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
     def made(*shape: int, lr: float = 0.1, **more: Any) -> LocalDeMo:
         return make(None, [shape], lambda p: torch.optim.AdamW(p, lr=lr), **more)
 
@@ -199,7 +196,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("call", ["step", "resync", "extract", "shared", "state_dict"])
-def test_weights_loaded_before_the_first_step_stay(call: str) -> None:
+def test_weights_loaded_before_the_first_step_stay(call):
     """After construction."""
     parameter, sevens = Parameter(torch.zeros(4, 4)), torch.full((4, 4), 7.0)
     optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=0.0), sync_every=1)
@@ -227,7 +224,7 @@ class _Nested(torch.optim.SGD):
         for parameter in parameters:
             self.state[parameter]["buffers"] = [torch.zeros_like(parameter)]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         del closure
         for parameter in self.param_groups[0]["params"]:
             (momentum,) = self.state[parameter]["buffers"]
@@ -236,7 +233,7 @@ class _Nested(torch.optim.SGD):
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e33])
 @pytest.mark.parametrize("inner", ["AdamW", "SGD", "Adagrad", "_Nested"])
-def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner: str, bad: float) -> None:
+def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner, bad):
     """Beside it is a huge gradient that is finite: in a state, nothing of either may stay."""
 
     def inner_of(p: Any) -> Any:
@@ -249,7 +246,7 @@ def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner: str, ba
 
         def spoil(step: int) -> None:
             for parameter in problems.all_parameters(optimizer) if (exchange.rank, step) == (1, 4) else ():
-                parameter.grad.view(-1)[:2] = torch.tensor([bad, 1e22])  # type: ignore[union-attr]
+                parameter.grad.view(-1)[:2] = torch.tensor([bad, 1e22])
 
         for step in range(16):
             train(optimizer, [step], exchange.rank, spoil)
@@ -262,10 +259,10 @@ def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner: str, ba
         assert largest < 10
 
 
-def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts() -> None:
+def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts():
     ends = []
     for enabled in (True, False):
-        optimizer: Any = make(None, [(8, 4)], problems.SGD, sync_every=2, top_k=None)
+        optimizer = make(None, [(8, 4)], problems.SGD, sync_every=2, top_k=None)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
         before = problems.values(optimizer)
         for _ in range(2):
@@ -286,7 +283,7 @@ def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts()
 # Like any optimizer
 
 
-def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded() -> None:
+def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded():
     optimizer = make()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     train(optimizer, range(1))
@@ -298,7 +295,7 @@ def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded() -> None:
     assert optimizer.inner[0].param_groups[0]["lr"] == 0.5
 
 
-def test_bfloat16_parameters_have_float32_global_weights_and_error() -> None:
+def test_bfloat16_parameters_have_float32_global_weights_and_error():
     parameters = problems.parameters([(32, 16)], dtype=torch.bfloat16)
     optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=1e-3), sync_every=2, top_k=64, chunk=16)
     train(optimizer, range(4))
@@ -308,7 +305,7 @@ def test_bfloat16_parameters_have_float32_global_weights_and_error() -> None:
 
 
 @pytest.mark.parametrize(("kind", "more"), [("DeMo", {}), ("LocalDeMo", {}), ("LocalDeMo", {"delay": 1})], ids=str)
-def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind: str, more: dict[str, Any]) -> None:
+def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind, more):
     """test_local_counting.py freezes and unfreezes some on two ranks."""
     quantized = Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     parameters = [*problems.parameters(problems.FEW), quantized]
@@ -331,7 +328,7 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind: str, more:
     assert not torch.equal(parameters[0], frozen)
 
 
-def test_group_that_is_refused_leaves_no_trace() -> None:
+def test_group_that_is_refused_leaves_no_trace():
     optimizer = make(exact=True)
     train(optimizer, range(3))
     bad: list[Any] = [
@@ -347,7 +344,7 @@ def test_group_that_is_refused_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_group_that_an_inner_optimizer_was_given_is_in_the_next_state(frozen: bool) -> None:
+def test_group_that_an_inner_optimizer_was_given_is_in_the_next_state(frozen):
     def grown() -> LocalDeMo:
         *first, last = problems.parameters([(4, 4), (4,), (2, 2)])
         optimizer = LocalDeMo([problems.SGD([each]) for each in first], sync_every=1)
@@ -387,12 +384,12 @@ BY_ITSELF = "which synchronizes the ranks itself"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_impossible_arguments_are_refused(inner: Any, settings: Any, error: type[Exception], said: str) -> None:
+def test_impossible_arguments_are_refused(inner, settings, error, said):
     with pytest.raises(error, match=said):
         LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **settings)
 
 
-def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder() -> None:
+def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder():
     optimizer = make(SingleRank(), delay=1, sync_every=1)
     train(optimizer, range(1))
     with pytest.raises(RuntimeError, match=r"call flush\(\)"):
@@ -404,7 +401,7 @@ def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder() -> 
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_loading_replaces_the_whole_state_of_a_used_optimizer(kind: str) -> None:
+def test_loading_replaces_the_whole_state_of_a_used_optimizer(kind):
     """Also the number of rounds; a parameter that was frozen when it was saved keeps the weights of the checkpoint."""
     a, b = problems.parameters([(17, 19), (20,)])
     b.requires_grad_(False)
@@ -429,7 +426,7 @@ class _ByNumber(torch.optim.SGD):
     """Keeps momentum per half of a parameter, under the half's number, as HeavyBall does by view."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for parameter in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
             for number, (part, gradient) in enumerate(zip(parameter.chunk(2), parameter.grad.chunk(2), strict=True)):
                 entry = self.state[parameter].setdefault(number, {"momentum": torch.zeros_like(part)})
@@ -441,7 +438,7 @@ class _NamedAlike(torch.optim.SGD):
     """Calls its momenta like entries of LocalDeMo."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for parameter in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
             for name in ("error", "global", "momentum", "inner_error"):
                 momentum = self.state[parameter].setdefault(name, torch.zeros_like(parameter))
@@ -449,7 +446,7 @@ class _NamedAlike(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("inner", [_NamedAlike, _ByNumber])
-def test_inner_state_named_like_ours_or_by_number_is_saved_and_loaded(inner: type[torch.optim.SGD]) -> None:
+def test_inner_state_named_like_ours_or_by_number_is_saved_and_loaded(inner):
     ends = []
     for resumes in (False, True):
         optimizer = make(SingleRank(), [(16, 16), (20,)], inner, sync_every=2)
@@ -470,7 +467,7 @@ def test_inner_state_named_like_ours_or_by_number_is_saved_and_loaded(inner: typ
             optimizer.consolidate_state_dict()
 
 
-def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch):
     ends = []
     for apart in (False, True):
         monkeypatch.setattr(LocalWeights, "_is_here", lambda *_, apart=apart: not apart)
@@ -480,7 +477,7 @@ def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch: py
             optimizer.replicator.session._background.submit(held.wait)
             threading.Timer(0.05, held.set).start()
             problems.fingerprints(optimizer, [number])
-            current: Any = optimizer.replicator.round
+            current = optimizer.replicator.round
             assert current.message is None or held.is_set() or not apart
             assert optimizer.replicator.in_flight
         with optimizer.shared():  # whose weights do not wait

@@ -16,7 +16,7 @@ ATTACKS = ("none", "flip", "samples", "random", "majority", "part", "contested",
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("attack", "row"), list(zip(ATTACKS, ROWS, strict=True)), ids=ATTACKS)
-def test_attack_costs_what_the_page_says(attack: str, row: tuple[str, str]) -> None:
+def test_attack_costs_what_the_page_says(attack, row):
     torch.set_num_threads(1)
     for clip, told in zip((False, True), map(float, row), strict=True):
         found = final_loss(attack, clip, workers=4, liars=1, rounds=60, seed=0)

@@ -78,7 +78,7 @@ def train(rank: int, kind: str, steps: int, folder: str) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 @pytest.mark.parametrize("kind", ["demo", "local"])
-def test_a_long_run_keeps_its_memory_its_handles_and_equal_replicas(kind: str, tmp_path: Path) -> None:
+def test_a_long_run_keeps_its_memory_its_handles_and_equal_replicas(kind, tmp_path):
     torch.multiprocessing.spawn(train, (kind, STEPS, str(tmp_path)), nprocs=WORLD_SIZE)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     for warm, end in ranks:

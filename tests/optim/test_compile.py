@@ -16,8 +16,8 @@ STEPS = 4
 def _trained(kind: str, compiled: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Callable[..., Any] = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-    parameters = list(model.parameters())  # type: ignore[attr-defined]
-    optimizer: Any = problems.optimizer_of(kind, parameters, process_group=SingleRank())
+    parameters = list(model.parameters())
+    optimizer = problems.optimizer_of(kind, parameters, process_group=SingleRank())
     if compiled == "model":
         model = torch.compile(model, backend="eager")
     step = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
@@ -36,6 +36,6 @@ def _trained(kind: str, compiled: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("compiled", ["model", "step", "loop"])
-def test_torch_compile_changes_nothing(kind: str, compiled: str) -> None:
+def test_torch_compile_changes_nothing(kind, compiled):
     torch._dynamo.reset()
     assert problems.same(_trained(kind, compiled), _trained(kind, "nothing"))

@@ -10,7 +10,7 @@ SPEEDS = st.dictionaries(st.text("abc", min_size=1), st.floats(0.01, 1000), min_
 
 
 @given(SPEEDS, st.integers(1, 200))
-def test_fitted_batches_have_the_total_and_the_shortest_step(speeds: dict[str, float], total: int) -> None:
+def test_fitted_batches_have_the_total_and_the_shortest_step(speeds, total):
     batches = fit_batches(speeds, total)
     assert min(batches.values()) >= 1
     assert sum(batches.values()) == max(total, len(speeds))
@@ -20,7 +20,7 @@ def test_fitted_batches_have_the_total_and_the_shortest_step(speeds: dict[str, f
 
 
 @given(SPEEDS, st.integers(8, 200), st.lists(st.floats(0.97, 1.03), min_size=8, max_size=8))
-def test_fitted_batches_ignore_noise_and_follow_drift(speeds: dict[str, float], total: int, noise: list[float]) -> None:
+def test_fitted_batches_ignore_noise_and_follow_drift(speeds, total, noise):
     batches = fit_batches(speeds, total)
     noisy = {worker: speed * factor for (worker, speed), factor in zip(speeds.items(), noise, strict=False)}
     assert fit_batches(noisy, total, batches) == batches
@@ -32,11 +32,11 @@ def test_fitted_batches_ignore_noise_and_follow_drift(speeds: dict[str, float], 
     )
 
 
-def test_fitted_batches_take_an_unmeasured_worker_for_the_mean() -> None:
+def test_fitted_batches_take_an_unmeasured_worker_for_the_mean():
     assert fit_batches({"a": 10.0, "b": 30.0, "new": 0.0}, 12) == {"a": 2, "b": 6, "new": 4}
 
 
 @pytest.mark.parametrize("speeds", [{}, {"a": -1.0}, {"a": float("nan")}, {"a": float("inf")}])
-def test_fitted_batches_refuse_what_is_no_speed(speeds: dict[str, float]) -> None:
+def test_fitted_batches_refuse_what_is_no_speed(speeds):
     with pytest.raises(ValueError, match="sequences per second"):
         fit_batches(speeds, 4)

@@ -32,7 +32,7 @@ def _names(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
     return [name for name, parameter in module.named_parameters() if any(parameter is each for each in parameters)]
 
 
-def test_muon_groups_takes_inner_matrices_and_loses_nothing_that_trains() -> None:
+def test_muon_groups_takes_inner_matrices_and_loses_nothing_that_trains():
     plain = _Plain()
     matrices, others = demopt.muon_groups(plain, 0.5, others=[plain.head])
     assert _names(plain, matrices["params"]) == ["inside.weight"]
@@ -43,7 +43,7 @@ def test_muon_groups_takes_inner_matrices_and_loses_nothing_that_trains() -> Non
     assert demopt.DeMo([others]).param_groups[0]["update"] == "adamw(beta2=0.5, eps=1e-08)"
 
 
-def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None:
+def test_muon_groups_finds_embeddings_and_heads_of_transformers_models():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
@@ -60,7 +60,7 @@ def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None
         assert "lm_head.weight" in _names(decoder, untied["params"])
 
 
-def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split() -> None:
+def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split():
     with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
     for call in (demopt.muon_groups, demopt.muon_adamw):
@@ -88,9 +88,7 @@ def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
 @needs_muon
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(torch.optim.Muon, BatchedMuon), (BatchedMuon, torch.optim.Muon)])
-def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(
-    before: type, after: type, nesterov: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(before, after, nesterov, monkeypatch):
     """And torch's from that of ours; but for the iteration, so torch's gets ours."""
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda update, *_: newton_schulz(update))
     settings = {**SETTINGS, "nesterov": nesterov}
@@ -103,14 +101,14 @@ def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(
 
 
 @needs_muon
-def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() -> None:
+def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
     parameter = Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
     optimizer = BatchedMuon([parameter], **SETTINGS)
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         value = (parameter.float() * torch.arange(24.0).view(4, 6)).sum()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
     assert optimizer.step(loss).item() == sum(range(24))
@@ -119,7 +117,7 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() 
 
 
 @needs_muon
-def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_with_torchs() -> None:
+def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_with_torchs():
     head = nn.Linear(4, 2)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), head)
     muon, adamw = demopt.muon_adamw(model, 0.1, momentum=0.5, weight_decay=0.2, betas=(0.8, 0.7), others=[head])
@@ -136,13 +134,13 @@ def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_wit
 
 @needs_muon
 @pytest.mark.parametrize("model", [nn.Linear(2, 3, bias=False), nn.LayerNorm(3)])
-def test_muon_adamw_leaves_out_an_optimizer_without_parameters(model: nn.Module) -> None:
+def test_muon_adamw_leaves_out_an_optimizer_without_parameters(model):
     (only,) = demopt.muon_adamw(model, lr=0.1)
     assert len(problems.all_parameters(only)) == len([*model.parameters()])
 
 
 @needs_muon
-def test_muon_adamw_says_that_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_adamw_says_that_torch_is_too_old(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"torch.optim.Muon came with torch 2.9, and this is torch .*; update torch"):
         demopt.muon_adamw(nn.Linear(2, 3), lr=0.1)

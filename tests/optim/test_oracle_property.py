@@ -110,7 +110,7 @@ PUBLISHED |= {"lr": 0.01, "weight_decay": 0.1, "maximize": False, "shapes": [(64
 @given(drawn=st.lists(groups(ALL_VALUES, list(RULES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
 @example(drawn=[PUBLISHED], steps=5)
 @settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
+def test_demo_in_float64_matches_oracle(drawn, world_size, steps):
     """Ties are left out."""
     results = _trained(drawn, torch.float64, world_size, steps)
     truth = oracle.Oracle(_build(drawn, torch.float64), world_size)
@@ -139,9 +139,7 @@ def _largest(tensor: Tensor) -> float:
     st.sampled_from(["auto", "torch"]),
 )
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_demo_in_lower_precision_matches_oracle_within_rounding(
-    drawn: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int, kernels: str
-) -> None:
+def test_demo_in_lower_precision_matches_oracle_within_rounding(drawn, dtype, world_size, steps, kernels):
     """Bounds: each step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update.
 
     Cases in which rounding may change the choice of coefficients are left out.

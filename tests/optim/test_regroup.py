@@ -28,7 +28,7 @@ def _assert_replicas(marks: list[list[int]], steps: int) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 2])  # the ranks after it get new numbers
 @pytest.mark.parametrize("settings", [{}, {"update": "adamw", "fingerprint_every": 1}], ids=str)
-def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) -> None:
+def test_regroup_after_a_rank_has_left(settings, leaver):
     fewer = Threads(2, 60.0).exchanges
 
     def shrink(exchange: Exchange) -> list[int] | None:
@@ -47,7 +47,7 @@ def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) ->
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
 @pytest.mark.parametrize("trained", [True, False])
-def test_rank_that_joins_takes_the_weights_of_rank_0(trained: bool) -> None:
+def test_rank_that_joins_takes_the_weights_of_rank_0(trained):
     """It has trained alone, equally long, or a resync gives it the step of the others, and leaves momenta alone.
 
     A step with lr 0 shows whose weights count.
@@ -76,7 +76,7 @@ def test_rank_that_joins_takes_the_weights_of_rank_0(trained: bool) -> None:
     _assert_replicas([marks for _, marks in grown], steps=3)
 
 
-def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
+def test_regroup_does_not_wait_for_the_round_in_flight():
     fewer = Threads(2, 60.0).exchanges
 
     def in_flight(exchange: Exchange) -> list[int]:
@@ -99,7 +99,7 @@ def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("kind", "delay"), [("DeMo", 0), ("LocalDeMo", 0), ("LocalDeMo", 1)])
-def test_state_loaded_on_one_rank_changes_nothing(kind: str, delay: int) -> None:
+def test_state_loaded_on_one_rank_changes_nothing(kind, delay):
     """The others compare settings with it in their next round, find them equal, and repeat that."""
 
     def loaded_alone(exchange: Exchange) -> list[int]:
@@ -119,7 +119,7 @@ def test_state_loaded_on_one_rank_changes_nothing(kind: str, delay: int) -> None
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("undone", ["load", "rollback"])
-def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undone: str, rounds: int) -> None:
+def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undone, rounds):
     """Also the first, after which the others still compare gradients."""
 
     def undoes(exchange: Exchange, repairs: bool) -> Any:
@@ -139,7 +139,7 @@ def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undo
     assert one == other
 
 
-def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other() -> None:
+def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other():
     """Over ranks in threads too, each has an exchange of its own."""
 
     def work(exchange: Exchange) -> list[int]:
@@ -156,10 +156,10 @@ def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_eac
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_failed_step_leaves_no_loss_scale(local: bool) -> None:
+def test_failed_step_leaves_no_loss_scale(local):
     link = problems.FailsWhenDue(SingleRank())
     link.due = True
-    optimizer: Any = problems.local(link) if local else problems.demo(link)
+    optimizer = problems.local(link) if local else problems.demo(link)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
     with pytest.raises(ExchangeError):
         optimizer.step()
@@ -168,7 +168,7 @@ def test_failed_step_leaves_no_loss_scale(local: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerprints() -> None:
+def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerprints():
     """Only rank 0 has loaded the weights, and the step is due for a fingerprint."""
 
     def resumed(exchange: Exchange) -> list[int]:

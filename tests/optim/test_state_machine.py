@@ -241,7 +241,7 @@ class SequenceOfThree(Sequence):
     world_size = 3
 
 
-class TestTwoRanks(Sequence.TestCase):  # type: ignore[misc]
+class TestTwoRanks(Sequence.TestCase):
     """Half as many sequences as the profile of hypothesis says: `make nightly` runs more."""
 
     settings = settings(
@@ -249,5 +249,5 @@ class TestTwoRanks(Sequence.TestCase):  # type: ignore[misc]
     )
 
 
-class TestThreeRanks(SequenceOfThree.TestCase):  # type: ignore[misc]
+class TestThreeRanks(SequenceOfThree.TestCase):
     settings = TestTwoRanks.settings

@@ -19,7 +19,7 @@ def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
     return problems.demo(exchange, dtype=torch.float64, **settings)
 
 
-def test_rank_that_extracted_nothing_follows_by_apply_alone() -> None:
+def test_rank_that_extracted_nothing_follows_by_apply_alone():
     """Its parameters become those of the ranks that trained, without a network; its momentum stays as it was."""
 
     def run(exchange: Exchange) -> tuple[list[Tensor], int]:
@@ -63,7 +63,7 @@ def _outcome(optimizer: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) -> None:
+def test_check_refuses_like_apply_and_changes_nothing(make):
     optimizer = _made(make, SingleRank())
     messages = optimizer.exchange(optimizer.extract()).clone()
     others = messages.clone()
@@ -87,7 +87,7 @@ def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(make: Callable[..., Any]) -> None:
+def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(make):
     """One marked as applied, as by the rank that is alone now, has left the momentum like one that was applied."""
     fewer = Threads(2, 60.0).exchanges
 
@@ -117,14 +117,14 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
     assert torch.equal(left, calm(SingleRank(), 2)[1])
 
 
-def test_round_in_the_background_cannot_be_detached() -> None:
+def test_round_in_the_background_cannot_be_detached():
     optimizer = problems.local(SingleRank(), delay=1)
     optimizer.extract()
     with pytest.raises(ValueError, match="delay=0"):
         optimizer.replicator.detach_round()
 
 
-def test_stats_of_a_single_rank_count_kept_and_payload() -> None:
+def test_stats_of_a_single_rank_count_kept_and_payload():
     optimizer = _optimizer(values="float32")
     assert optimizer.stats.payload_bytes == 0
     problems.train(optimizer, range(1))

@@ -8,9 +8,7 @@ import importlib.util
 import re
 import runpy
 import shlex
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -27,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 _compare = typer.Typer()
 _compare.command()(compare)
-COMPARE: Any = typer.main.get_command(_compare)
+COMPARE = typer.main.get_command(_compare)
 STARTS = re.compile(r"(?:^|\s)(?:\.venv/bin/)?(?:demopt|(?:-m )demopt\.cli) (?=[a-z]+( |$)|--)")
 MODULES = (demopt, demopt.exchange, demopt.checkpoint, demopt.integrations.torchft)
 PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
@@ -52,9 +50,9 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_documented_commands_and_python_parse_and_links_exist(document: Path) -> None:
+def test_documented_commands_and_python_parse_and_links_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    app: Any = build_app()
+    app = build_app()
     assert commands(text) or str(document) != "README.md"
     for name, *arguments in commands(text):
         if not name.startswith("--"):
@@ -73,26 +71,26 @@ def test_documented_commands_and_python_parse_and_links_exist(document: Path) ->
         assert (ROOT / document.parent / target).exists(), target
 
 
-def test_navigation_has_every_page_once() -> None:
+def test_navigation_has_every_page_once():
     shown = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
     assert sorted(shown) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
 
-def test_documents_stay_short() -> None:
+def test_documents_stay_short():
     counted = [path for path in DOCUMENTS if path.name not in ("CODE_OF_CONDUCT.md", "CHANGELOG.md")]
     words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
     assert (len(counted) <= 20, words <= 20_000) == (True, True), (len(counted), words)
 
 
-def test_drawings_are_what_their_script_draws() -> None:
+def test_drawings_are_what_their_script_draws():
     drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["DRAWINGS"]
     drawn = {f"{name}.svg": draw().text() for name, draw in drawings.items()}
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").iterdir()}
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
-def test_public_names_have_a_docstring_with_an_example(module: types.ModuleType, name: str) -> None:
-    thing: Any = getattr(module, name)
+def test_public_names_have_a_docstring_with_an_example(module, name):
+    thing = getattr(module, name)
     if name in PRESETS:
         assert isinstance(thing, dict)
         return
@@ -101,7 +99,7 @@ def test_public_names_have_a_docstring_with_an_example(module: types.ModuleType,
     assert thing.__module__.startswith("demopt."), name
 
 
-def test_version_is_the_same_everywhere() -> None:
+def test_version_is_the_same_everywhere():
     places = {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}", "CHANGELOG.md": "## {} - "}
     for name, text in places.items():
         assert text.format(demopt.__version__) in (ROOT / name).read_text(encoding="utf-8"), name

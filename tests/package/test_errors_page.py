@@ -34,7 +34,7 @@ QUOTED = [quote for row in ROWS for quote in re.findall(r"`([^`]+)`", row) if no
 
 
 @pytest.mark.parametrize("quote", [each for each in QUOTED if " " in each])
-def test_error_is_worded_as_on_its_page(quote: str) -> None:
+def test_error_is_worded_as_on_its_page(quote):
     """Word by word, between the parts that a run fills in: numbers, names, hosts."""
     words = re.sub(r"^\w*(Error|Warning): (run is)?|`", "", quote)
     known = [piece.strip(" :(),;") for piece in FILLED.split(words)]

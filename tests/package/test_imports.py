@@ -21,17 +21,17 @@ def newcomers(program: str, known: str = "import sys") -> set[str]:
     return {name for name in done.stdout.split() if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
-def test_import_demopt_loads_two_modules_until_a_name_is_used() -> None:
+def test_import_demopt_loads_two_modules_until_a_name_is_used():
     assert newcomers("import demopt") == {"demopt", "demopt.version"}
 
 
-def test_names_of_demopt_load_torch_alone() -> None:
+def test_names_of_demopt_load_torch_alone():
     used = "import demopt; [getattr(demopt, name) for name in demopt.__all__]"
     found = newcomers(used, known="import torch, torch.distributed, torch.optim")
     assert {name.partition(".")[0] for name in found} <= {"torch", "demopt"}
 
 
-def test_import_demopt_has_no_side_effects() -> None:
+def test_import_demopt_has_no_side_effects():
     """No process group, no change of torch's or Python's settings, no output."""
     done = run("""
 import logging, random, warnings, torch, torch.distributed as dist
@@ -48,7 +48,7 @@ assert settings() == before
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"], []], ids=str)
-def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
+def test_help_and_version_do_not_import_torch(arguments):
     pytest.importorskip("typer")
     done = run(f"""
 import sys
@@ -63,7 +63,7 @@ finally:
     assert "demopt" in done.stdout
 
 
-def test_public_names_are_imported_when_they_are_used_and_listed_before() -> None:
+def test_public_names_are_imported_when_they_are_used_and_listed_before():
     import demopt
 
     assert set(demopt.__all__) <= set(dir(demopt))
@@ -72,7 +72,7 @@ def test_public_names_are_imported_when_they_are_used_and_listed_before() -> Non
         demopt.Demo  # noqa: B018
 
 
-def test_nothing_that_is_received_is_unpickled() -> None:
+def test_nothing_that_is_received_is_unpickled():
     """One unpickler, of `checkpoint.py`, which knows DCP's records; and `torch.load` reads weights only."""
     for file in (Path(__file__).parents[2] / "src").rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

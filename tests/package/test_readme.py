@@ -25,7 +25,7 @@ def _snippets(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
+def test_readme_script_prints_what_the_readme_says(tmp_path):
     (script,) = _snippets("README.md")
     (tmp_path / "script.py").write_text(script)
     printed = forked.torchrun(tmp_path / "script.py", ranks=4, cwd=tmp_path).stdout
@@ -35,7 +35,7 @@ def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert f"`{told[0][1]}, {told[0][2]}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_migrate_script_resumes_bit_for_bit(tmp_path):
     (script,) = _snippets("docs/migrate.md")
     (tmp_path / "script.py").write_text(script)
     printed = [forked.torchrun(tmp_path / "script.py", ranks=2, cwd=tmp_path).stdout for _ in range(2)]
@@ -47,7 +47,7 @@ def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint-rank0.pt", "checkpoint-rank1.pt"]
 
 
-def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_snippets_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second, third, fourth = _snippets("docs/checkpoints.md")
     model = torch.nn.Linear(4, 4)
@@ -64,7 +64,7 @@ def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         exec(fourth, place)
 
 
-def test_folder_snippet_runs(tmp_path: Path) -> None:
+def test_folder_snippet_runs(tmp_path):
     (snippet,) = _snippets("docs/folder.md")
     model = torch.nn.Linear(4, 4)
     place: dict[str, Any] = {"demopt": demopt, "inner": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -93,7 +93,7 @@ def run_notebook(path: Path, **settings: object) -> dict[str, Any]:
     return names
 
 
-def test_notebook_installs_what_it_imports() -> None:
+def test_notebook_installs_what_it_imports():
     cells = json.loads((ROOT / "notebooks/first_run.ipynb").read_text(encoding="utf-8"))["cells"]
     lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
     (install,) = [line for line in lines if line.startswith("%pip install")]
@@ -102,7 +102,7 @@ def test_notebook_installs_what_it_imports() -> None:
     assert "..[train]" in install
 
 
-def test_first_run_notebook_shows_fewer_bytes(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_first_run_notebook_shows_fewer_bytes(monkeypatch, tmp_path, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_first_run_notebook_shows_fewer_bytes(monkeypatch: Any, tmp_path: Path, 
         (("torchrun.sh", "1"), "--nnodes 2 --node-rank 1 .*--master-addr node-a .* -m demopt.cli train --out /s/run"),
     ],
 )
-def test_scripts_meet_at_the_first_machine(tmp_path: Path, script: tuple[str, ...], told: str) -> None:
+def test_scripts_meet_at_the_first_machine(tmp_path, script, told):
     """srun runs its command, scontrol knows two nodes, and torchrun says what it was given."""
     programs = {
         "torchrun": '#!/bin/bash\necho "$@"\n',

@@ -49,7 +49,7 @@ def _sentences() -> list[str]:
     return [sentence for part in found for sentence in part if not sentence.startswith("| attack")]
 
 
-def test_every_sentence_has_a_test_and_every_test_a_sentence() -> None:
+def test_every_sentence_has_a_test_and_every_test_a_sentence():
     known = (*HELD, *ADVICE, PLACE)
     found = [[start for start in known if sentence.startswith(start)] for sentence in _sentences()]
     assert [sentence for sentence, starts in zip(_sentences(), found, strict=True) if len(starts) != 1] == []
@@ -57,6 +57,6 @@ def test_every_sentence_has_a_test_and_every_test_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("place", sorted(set(HELD.values())))
-def test_the_test_that_holds_a_promise_is_there(place: str) -> None:
+def test_the_test_that_holds_a_promise_is_there(place):
     file, name = place.split("::")
     assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.MULTILINE)

@@ -49,7 +49,7 @@ def build(source: Path, target: str, out: Path, path: str) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory):
     """The source distribution, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     made, _ = build(ROOT, "sdist", folder / "made", os.environ["PATH"])
@@ -60,14 +60,14 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(unpacked, tmp_path_factory):
     made, said = build(unpacked, "wheel", tmp_path_factory.mktemp("wheel") / "made", os.environ["PATH"])
     if made.name.endswith("-py3-none-any.whl"):
         pytest.skip(f"there is no C compiler: {said.strip()}")
     return made
 
 
-def test_sdist_without_a_compiler_gives_a_wheel_for_all_machines_and_says_so(unpacked: Path, tmp_path: Path) -> None:
+def test_sdist_without_a_compiler_gives_a_wheel_for_all_machines_and_says_so(unpacked, tmp_path):
     assert not list(unpacked.rglob("*.so*"))
     (tmp_path / "no programs").mkdir()
     made, said = build(unpacked, "wheel", tmp_path / "made", str(tmp_path / "no programs"))
@@ -78,7 +78,7 @@ def test_sdist_without_a_compiler_gives_a_wheel_for_all_machines_and_says_so(unp
     assert "slower: no C compiler found (CC, or cc); all else works" in told[0]
 
 
-def test_wheel_depends_on_neither_pythons_version_nor_a_recent_glibc(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_depends_on_neither_pythons_version_nor_a_recent_glibc(wheel, tmp_path):
     assert "-py3-none-linux_" in wheel.name
     assert [name for name in zipfile.ZipFile(wheel).namelist() if ".so" in name] == ["demopt/kernels/cpu.so.1"]
     pytest.importorskip("auditwheel")
@@ -91,7 +91,7 @@ def test_wheel_depends_on_neither_pythons_version_nor_a_recent_glibc(wheel: Path
     assert int(match[1]) <= 28  # what torch itself asks for
 
 
-def test_wheel_steps_with_compiled_kernels_where_no_compiler_is(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_steps_with_compiled_kernels_where_no_compiler_is(wheel, tmp_path):
     """torch alone comes from the environment of the tests."""
     bare = tmp_path / "bare"
     venv.EnvBuilder(symlinks=True).create(bare)

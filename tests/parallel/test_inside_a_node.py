@@ -73,7 +73,7 @@ def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[in
 
 @pytest.mark.parametrize("where", ["tensor parallel", "two levels"])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_drift_inside_a_node_is_named_there_and_resync_ends_it(kind: str, where: str) -> None:
+def test_drift_inside_a_node_is_named_there_and_resync_ends_it(kind, where):
     results = ranks.run(_drift_inside, 4, kind, where)
     assert [at for at, _, _ in results] == [4 if kind == "DeMo" else 5] * 4
     for _, said, _ in results[2:]:
@@ -84,8 +84,8 @@ def test_drift_inside_a_node_is_named_there_and_resync_ends_it(kind: str, where:
         assert problems.same(after, results[0][2])
 
 
-def test_shard_of_counts_cuts_of_fsdp2_over_tensor_parallelism() -> None:
+def test_shard_of_counts_cuts_of_fsdp2_over_tensor_parallelism():
     """On the third of 2 x 2 ranks."""
     mesh = SimpleNamespace(size=(2, 2).__getitem__, get_local_rank=(1, 0).__getitem__)
     placements = (_StridedShard(0, split_factor=2), Shard(0))  # is_shard() is False for the first
-    assert shard_of(SimpleNamespace(device_mesh=mesh, placements=placements)) == (2, 4)  # type: ignore[arg-type]
+    assert shard_of(SimpleNamespace(device_mesh=mesh, placements=placements)) == (2, 4)

@@ -30,7 +30,7 @@ def _one_step(rank: int, world_size: int, sizes: tuple[int, ...], cuts: dict[str
         parameters.append(Parameter(distribute_tensor(problems.draw(shape, number), mesh, placements)))
         parameters[-1].grad = distribute_tensor(problems.draw(shape, 7, number), mesh, placements)
     BatchedMuon(parameters, lr=0.5).step()
-    return [parameter.detach().full_tensor() for parameter in parameters]  # type: ignore[attr-defined]
+    return [parameter.detach().full_tensor() for parameter in parameters]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -39,7 +39,7 @@ def _one_step(rank: int, world_size: int, sizes: tuple[int, ...], cuts: dict[str
     [((2,), {"shard": 0}), ((2,), {"tensor": 1}), ((2, 2), {"a": 0, "b": 1}), ((2, 2), {"a": 0, "b": 0})],
     ids=["FSDP2", "columns", "rows and columns", "rows twice"],
 )
-def test_muon_on_shards_equals_that_of_the_whole_matrix(sizes: tuple[int, ...], cuts: dict[str, int]) -> None:
+def test_muon_on_shards_equals_that_of_the_whole_matrix(sizes, cuts):
     whole = ranks.run(_one_step, 1, (1,), {"one": 0})[0]
     for parameters in ranks.run(_one_step, math.prod(sizes), sizes, cuts):
         assert problems.same(parameters, whole)
@@ -69,7 +69,7 @@ def _training(rank: int, world_size: int, sharded: bool) -> tuple[list[Tensor], 
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters], sent
 
 
-def test_muon_on_shards_trains_as_without_them_bit_for_bit_and_demos_refuses_them() -> None:
+def test_muon_on_shards_trains_as_without_them_bit_for_bit_and_demos_refuses_them():
     whole, shards = ranks.run(_training, 2, False), ranks.run(_training, 4, True)
     for parameters, sent in shards:
         assert problems.same(parameters, whole[0][0])
@@ -87,7 +87,7 @@ def _chosen(rank: int, world_size: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_local_demo_says_what_torchs_muon_does_on_shards() -> None:
+def test_local_demo_says_what_torchs_muon_does_on_shards():
     for (told,), quiet in ranks.run(_chosen, 2):
         assert "torch.optim.Muon got sharded matrices" in told
         assert quiet == []

@@ -82,7 +82,7 @@ def _options(rank: int, world_size: int, how: str | None, loop: str, kind: str) 
 
     Of an optimizer that got the wrapped model.
     """
-    model: Any = Branches()
+    model = Branches()
     mode, options, said = Collectives(), WRAPS.get(how or "", {}), list[str]()
     if how == "inside":
         model = torch.compile(model, backend="eager")
@@ -94,7 +94,7 @@ def _options(rank: int, world_size: int, how: str | None, loop: str, kind: str) 
     if how == "outside":
         model = torch.compile(model, backend="eager")
     wrapped = how is not None
-    optimizer: Any = demopt.DeMo(demopt.muon_groups(model, lr=0.02)) if kind == "DeMo" else None
+    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02)) if kind == "DeMo" else None
     optimizer = optimizer or demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=loop == "GradScaler")
     for step in range(6):
@@ -133,7 +133,7 @@ def _options(rank: int, world_size: int, how: str | None, loop: str, kind: str) 
         ("defaults", "the flag", "DeMo"),
     ],
 )
-def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(how: str, loop: str, kind: str) -> None:
+def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(how, loop, kind):
     plain, found = (ranks.run(_options, 2, each, loop, kind) for each in (None, how))
     assert found[0][0] == found[1][0] == plain[0][0]
     assert [said for *_, said in found] == [[], []]
@@ -141,7 +141,7 @@ def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(how: str, lo
     assert [sent for _, sent, _ in found] == [bits_of_unused] * 2
 
 
-def test_ddp_without_unsync_sends_gradients_and_causes_a_warning() -> None:
+def test_ddp_without_unsync_sends_gradients_and_causes_a_warning():
     for rank, (_, sent, said) in enumerate(ranks.run(_options, 2, "synchronised", "plain", "DeMo")):
         assert sent >= 5
         assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
@@ -159,7 +159,7 @@ def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
     try:
         demopt.unsync(model)
     except (TypeError, ValueError) as error:
-        return str(error), model[0].require_backward_grad_sync  # type: ignore[return-value]
+        return str(error), model[0].require_backward_grad_sync
     return "", False
 
 
@@ -170,7 +170,7 @@ HOOKED = "this DistributedDataParallel has a communication hook already, which w
 @pytest.mark.parametrize(
     ("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOKED)]
 )
-def test_unsync_refuses_what_it_cannot_change(kind: str, says: str) -> None:
+def test_unsync_refuses_what_it_cannot_change(kind, says):
     """Of replicate, before anything has changed."""
     ((text, untouched),) = ranks.run(_refused, 1, kind)
     assert text == says
@@ -182,7 +182,7 @@ def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | N
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = make(), make()
     policy = MixedPrecisionPolicy(reduce_dtype=reduce)
-    for module in (model[0], model[2], model):  # type: ignore[index]
+    for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if unsync:
         assert demopt.unsync(demopt.unsync(model)) is model
@@ -200,9 +200,7 @@ def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | N
 @pytest.mark.parametrize(
     ("unsync", "reduce", "tolerance"), [(True, None, 1e-6), (True, torch.float16, 1e-3), (False, None, 1e-2)]
 )
-def test_unsync_alone_leaves_fsdp2_the_mean_gradient_of_its_replica(
-    unsync: bool, reduce: torch.dtype, tolerance: float
-) -> None:
+def test_unsync_alone_leaves_fsdp2_the_mean_gradient_of_its_replica(unsync, reduce, tolerance):
     for result in ranks.run(_gradients, 4, unsync, reduce):
         apart = [not torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in result["pairs"]]
         assert any(apart) != unsync
@@ -210,7 +208,7 @@ def test_unsync_alone_leaves_fsdp2_the_mean_gradient_of_its_replica(
         assert result["found"]["c10d::_reduce_scatter_base_"] >= 1
 
 
-def test_unsync_returns_a_plain_module_unchanged() -> None:
+def test_unsync_returns_a_plain_module_unchanged():
     model = make()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     assert demopt.unsync(model) is model
@@ -229,7 +227,7 @@ def _buffers(rank: int, world_size: int, src: int) -> tuple[dict[str, Tensor], d
     return before, dict(model.named_buffers()), mode.found
 
 
-def test_broadcast_buffers_takes_those_of_src_in_one_broadcast() -> None:
+def test_broadcast_buffers_takes_those_of_src_in_one_broadcast():
     results = ranks.run(_buffers, 2, 1)
     wanted = results[1][0]
     assert not torch.equal(results[0][0]["0.running_mean"], wanted["0.running_mean"])
@@ -244,7 +242,7 @@ def _unlike(rank: int, world_size: int, src: int) -> None:
     demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)
 
 
-def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers() -> None:
+def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers():
     unlike = "rank 1 has buffer running_mean = torch.float32 [3] where rank 0 has torch.float32 [2]"
     for src, said in ((2, "src is 2; there are ranks 0 to 1"), (0, unlike)):
         assert [str(outcome.error) for outcome in ranks.outcomes(_unlike, 2, src)] == [said, said]

@@ -21,7 +21,7 @@ from demopt.plan import Case, Link, Model, Plan, equal_bandwidth, make_plan, of_
 from demopt.train.config import TrainConfig, resolve
 
 
-def test_table_shows_received_bytes_by_workers(command: Any, monkeypatch: Any) -> None:
+def test_table_shows_received_bytes_by_workers(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = command("plan", "--preset", "demo-300m", "--workers", 2, "--workers", 64)
     assert shown.startswith("demo-300m: 319,946,752 parameters\n")
@@ -34,7 +34,7 @@ def test_table_shows_received_bytes_by_workers(command: Any, monkeypatch: Any) -
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_config_of_a_run_gives_both_optimizers_their_settings(command: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_config_of_a_run_gives_both_optimizers_their_settings(command, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"preset": "tiny", "optimizer": "local", "sync_every": 7, "top_k": 99}))
@@ -56,7 +56,7 @@ def test_config_of_a_run_gives_both_optimizers_their_settings(command: Any, monk
         ("--bandwidth 100Mbit --latency 50 --backend nccl", "Take demopt: 10.6 times", "65.7 33.4 3.05 3.13"),
     ],
 )
-def test_verdict_names_the_method_to_take(command: Any, flags: str, told: str, seconds: str) -> None:
+def test_verdict_names_the_method_to_take(command, flags, told, seconds):
     shown = command("plan", "--params", "124M", "--workers", 4, "--step-seconds", 2.1, *flags.split()).splitlines()
     assert shown[1].startswith(told)
     row = [line.split() for line in shown if line.split()[:1] == ["4"]][-1]
@@ -65,14 +65,14 @@ def test_verdict_names_the_method_to_take(command: Any, flags: str, told: str, s
     assert f"{'nccl' if 'nccl' in flags else 'gloo'}; DDP bfloat16, during backward" in whole
 
 
-def test_without_seconds_of_a_step_there_is_no_factor(command: Any) -> None:
+def test_without_seconds_of_a_step_there_is_no_factor(command):
     shown = command("plan", "--params", "7B", "--workers", 8, "--bandwidth", "1Gbit")
     assert "times" not in shown.split("MB received")[0]
     assert "For a verdict give --step-seconds." in shown
     assert "That is more than a 24 GB card has" in shown
 
 
-def test_verdict_says_where_both_are_equal_or_who_is_always_ahead(command: Any) -> None:
+def test_verdict_says_where_both_are_equal_or_who_is_always_ahead(command):
     def told(*flags: object) -> str:
         return " ".join(command("plan", "--params", "124M", "--workers", 4, "--step-seconds", 0.3, *flags).split())
 
@@ -82,7 +82,7 @@ def test_verdict_says_where_both_are_equal_or_who_is_always_ahead(command: Any) 
     assert 1 < least <= float(re.search(r"([\d.]+) times faster", far)[1])
 
 
-def test_much_exchange_brings_what_takes_less_with_its_loss(command: Any) -> None:
+def test_much_exchange_brings_what_takes_less_with_its_loss(command):
     flags = ("--params", "124M", "--workers", 4, "--step-seconds", 0.3, "--latency", 50)
     shown = " ".join(command("plan", *flags, "--bandwidth", "20Mbit").split())
     assert "Exchange is 92% of a step." in shown
@@ -93,7 +93,7 @@ def test_much_exchange_brings_what_takes_less_with_its_loss(command: Any) -> Non
     assert "Exchange is" not in command("plan", *flags[:-2], "--bandwidth", "10Gbit")
 
 
-def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command: Any, tmp_path: Path) -> None:
+def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command, tmp_path):
     folder = models.save_tiny(tmp_path / "model")
     for parameters, more in (("26,720", ()), ("1,088", ("--lora", 2))):
         shown = command("plan", "--model", folder, "--workers", 2, *more)
@@ -102,7 +102,7 @@ def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command: Any, t
 
 
 @pytest.mark.parametrize("workers", [2, 16])
-def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
+def test_both_take_as_long_at_the_equal_bandwidth(workers):
     plan = plan_of(of_count("124M"), workers, demo={"update": "muon"})
     case = Case(plan, Link(1e9, 0.0), 2.0, 0.2)
     ddp, ours = case.at(equal_bandwidth(case, workers), workers)
@@ -123,13 +123,13 @@ def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
         (["--params", "1M", "--latency", "3"], "--latency and seconds need --bandwidth too"),
     ],
 )
-def test_mistake_is_told_in_one_line(command: Any, flags: list[str], told: str) -> None:
+def test_mistake_is_told_in_one_line(command, flags, told):
     assert told in command("plan", *flags, code=2)
 
 
 def plan_of(model: Model, *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:
     configs = [
-        resolve(TrainConfig(optimizer=optimizer, **settings))  # type: ignore[arg-type]
+        resolve(TrainConfig(optimizer=optimizer, **settings))
         for optimizer, settings in (("demo", demo or {"update": "signum"}), ("local", local))
     ]
     return make_plan(model, *configs, workers=workers)
@@ -139,7 +139,7 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
     """Bytes and calls of a rank's second round; the first has a handshake."""
     meter = Meter(exchange)
     parameters = problems.parameters(problems.FEW)
-    settings: Any = {"values": values, "top_k": 24, "process_group": meter}
+    settings = {"values": values, "top_k": 24, "process_group": meter}
     if kind == "LocalDeMo":
         optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, **settings)
     else:
@@ -155,7 +155,7 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("values", ["sign", "2-bit", "float32"])
 @pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # DeMo takes gather, and owner
-def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) -> None:
+def test_costs_are_what_real_ranks_send(way, values, world_size):
     settings, (method, _, update) = {"values": values, "top_k": 24}, way.partition(" ")
     few = Model("few", torch.nn.ParameterList(problems.parameters(problems.FEW)), sum(map(math.prod, problems.FEW)))
     demo = {"update": update or "signum", **settings}
@@ -165,7 +165,7 @@ def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) 
         assert (sent, received, message, times) == (planned, planned, calls[0].size, len(calls))
 
 
-def test_plan_of_a_large_model_allocates_nothing() -> None:
+def test_plan_of_a_large_model_allocates_nothing():
     plan = plan_of(of_count("10B"), 1024)
     assert plan.memory_bytes["DeMo"] == pytest.approx(4e10, rel=1e-5)
     assert plan.kept["DeMo"] == 32 * math.ceil(1e10 / 4096)

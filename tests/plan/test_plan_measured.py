@@ -22,7 +22,7 @@ GRID = {
 }
 
 
-def test_most_measured_collectives_are_foreseen_within_a_quarter() -> None:
+def test_most_measured_collectives_are_foreseen_within_a_quarter():
     within = []
     for machines in (2, 4):
         found = json.loads((RESULTS / "network" / f"exchange-{machines}.json").read_text())
@@ -36,7 +36,7 @@ def test_most_measured_collectives_are_foreseen_within_a_quarter() -> None:
     assert (sum(within), len(within)) == (83, 98)  # as plan.py and laboratory/records/network.md say
 
 
-def test_published_grid_of_diloco_is_foreseen_within_a_quarter() -> None:
+def test_published_grid_of_diloco_is_foreseen_within_a_quarter():
     compute, message = 0.0265, Call("all_reduce", 4 * 30_846_720)
     off = []
     for every, shares in GRID.items():
@@ -61,9 +61,7 @@ TEXT = {  # as the rows name it
         (("DeMo", 1), "demo muon k32", "muon", "compare-1000-steps", (0, 1, 2)),
     ],
 )
-def test_losses_are_those_of_the_laboratory_and_of_the_results_page(
-    method: tuple[str, int], ours: str, ddp: str, rows: str, seeds: tuple[int, ...]
-) -> None:
+def test_losses_are_those_of_the_laboratory_and_of_the_results_page(method, ours, ddp, rows, seeds):
     by_setting: dict[tuple[str, float], dict[int, float]] = {}
     for line in (RESULTS / f"{rows}-runs.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -29,7 +29,7 @@ from demopt.codec.hyperparameters import Codec
         ("lazy module", {"params": [UninitializedParameter()]}),
     ],
 )
-def test_impossible_change_or_group_is_refused_before_sending_and_leaves_no_trace(name: str, value: Any) -> None:
+def test_impossible_change_or_group_is_refused_before_sending_and_leaves_no_trace(name, value):
     recorder = problems.Recorder()
     optimizer, twin = problems.demo(recorder), problems.demo()
     for each in (optimizer, twin):
@@ -57,7 +57,7 @@ SCHEDULERS: dict[str, Callable[[DeMo], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_lr_schedulers_set_the_rate_of_each_step(name: str) -> None:
+def test_lr_schedulers_set_the_rate_of_each_step(name):
     scheduled, by_hand, rates = problems.demo(), problems.demo(), []
     scheduler = SCHEDULERS[name](scheduled)
     for step in range(5):
@@ -68,7 +68,7 @@ def test_lr_schedulers_set_the_rate_of_each_step(name: str) -> None:
     assert len(set(rates)) > 1
 
 
-def test_schedulers_that_cycle_momentum_change_that_of_an_inner_optimizer_and_find_none_in_demo() -> None:
+def test_schedulers_that_cycle_momentum_change_that_of_an_inner_optimizer_and_find_none_in_demo():
     optimizer = problems.local(inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), error_decay=0.5)
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
     assert optimizer.inner[0].param_groups[0]["momentum"] == 0.95
@@ -78,7 +78,7 @@ def test_schedulers_that_cycle_momentum_change_that_of_an_inner_optimizer_and_fi
         lr_scheduler.OneCycleLR(problems.demo(), max_lr=0.1, total_steps=6)
 
 
-def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones() -> None:
+def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones():
     numpy = pytest.importorskip("numpy")
     whole, real = numpy.int64, numpy.float32
     parameters = problems.parameters(problems.FEW)
@@ -97,7 +97,7 @@ def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones() -> None
 
 
 @pytest.mark.parametrize("route", ["gather", "auto"])
-def test_messages_longer_than_a_header_can_state_are_refused_at_construction(route: str) -> None:
+def test_messages_longer_than_a_header_can_state_are_refused_at_construction(route):
     """Signs of 40 billion coefficients; on "meta", where they take no memory."""
     parameter = Parameter(torch.empty(200_000, 200_000, device="meta"))
     with pytest.raises(

@@ -42,7 +42,7 @@ def _train(
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("case", CASES)
-def test_initial_weights_come_from_rank_0_with_a_warning(case: str, kind: str) -> None:
+def test_initial_weights_come_from_rank_0_with_a_warning(case, kind):
     (start, told, *histories), *others = ranks.run(_train, 3, kind, case)
     assert f"of {CASES[case][0]} differ from rank 0's" in told[0]
     assert len(told) == 1
@@ -53,7 +53,7 @@ def test_initial_weights_come_from_rank_0_with_a_warning(case: str, kind: str) -
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_added_parameters_with_other_values_become_those_of_rank_0() -> None:
+def test_added_parameters_with_other_values_become_those_of_rank_0():
     def added(exchange: Exchange) -> list[int]:
         optimizer = problems.demo(exchange)
         problems.train(optimizer, range(1), exchange.rank)

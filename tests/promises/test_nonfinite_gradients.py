@@ -53,16 +53,14 @@ def _with_bad_gradient(
     ],
     ids=str,
 )
-def test_nonfinite_gradient_skips_on_all_ranks(
-    settings: dict[str, str], world_size: int, bad_ranks: set[int], bad_step: int, bad: float
-) -> None:
+def test_nonfinite_gradient_skips_on_all_ranks(settings, world_size, bad_ranks, bad_step, bad):
     """optim/test_state_machine.py compares what is left in the momenta with the oracle."""
     for of_step in zip(*ranks.run(_with_bad_gradient, world_size, settings, bad_ranks, bad_step, bad), strict=True):
         problems.assert_replicas(of_step)
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(kind: str) -> None:
+def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(kind):
     def work(exchange: Exchange) -> None:
         optimizer = problems.demo(exchange) if kind == "DeMo" else problems.local(exchange)
 
@@ -78,7 +76,7 @@ def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank
     ]
 
 
-def test_nonfinite_gradient_of_frozen_parameter_is_ignored() -> None:
+def test_nonfinite_gradient_of_frozen_parameter_is_ignored():
     optimizer = problems.demo()
     parameters = problems.all_parameters(optimizer)
     problems.set_gradients(parameters, 0)
@@ -90,7 +88,7 @@ def test_nonfinite_gradient_of_frozen_parameter_is_ignored() -> None:
 
 @pytest.mark.parametrize("values", ["float32", "float64"])
 @pytest.mark.parametrize("size", [3.4e38, 3e37])
-def test_overflowing_finite_gradients_poison_nothing(values: str, size: float) -> None:
+def test_overflowing_finite_gradients_poison_nothing(values, size):
     """The transform adds up a chunk, and bfloat16 rounds up: both can make Inf of finite gradients."""
     parameter = problems.parameters([(16, 16)])[0]
     optimizer = DeMo([parameter], lr=0.1, top_k=24, momentum_decay=0.0, codec=Codec(chunk=16, values=values))
@@ -134,7 +132,7 @@ def _scaled(
 
 @pytest.mark.parametrize("mode", ["on", "unscale first"])
 @pytest.mark.parametrize("bad_step", [None, 2])
-def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode: str, bad_step: int | None) -> None:
+def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode, bad_step):
     """While scales grow. It calls step also on the rank that overflowed; otherwise the others would wait for it."""
     scaled, unscaled = (ranks.run(_scaled, 2, each, torch.float64, bad_step) for each in (mode, "off"))
     problems.assert_replicas([history for history, _, _ in scaled])

@@ -72,7 +72,7 @@ BIASES = ("parameter '0.bias' and 1 more of the model that went through unsync c
 
 
 @pytest.mark.parametrize("kind", BESIDE)
-def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind: str) -> None:
+def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind):
     _assert_told(_told(_beside, kind), *(BIASES if kind.endswith("AdamW for biases") else ()))
 
 
@@ -81,7 +81,7 @@ def _wrapped() -> tuple[torch.optim.Optimizer, LocalDeMo]:
     return inner, LocalDeMo(inner, sync_every=2)
 
 
-def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing() -> None:
+def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing():
     _, optimizer = _wrapped()
     for each in (optimizer, copy.deepcopy(optimizer)):
         parameter = problems.all_parameters(each)[0]
@@ -97,7 +97,7 @@ def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing() -> None
         assert not torch.equal(parameter, before)
 
 
-def test_inner_optimizer_steps_where_that_is_no_mistake() -> None:
+def test_inner_optimizer_steps_where_that_is_no_mistake():
     inner, optimizer = _wrapped()
     again = LocalDeMo(inner, sync_every=2)  # replaces the other
     problems.set_gradients(problems.all_parameters(again), 0)
@@ -124,7 +124,7 @@ METHODS: dict[str, dict[str, Any]] = {"DeMo": {}, "LocalDeMo": {}, "LocalDeMo, d
 def _steps(rank: int, world_size: int, kind: str, method: str) -> list[list[str]]:
     """The warnings of each of three steps."""
     torch.manual_seed(0)
-    model: Any = nn.Linear(9, 4)
+    model = nn.Linear(9, 4)
     if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
     optimizer = problems.optimizer_of(method.partition(",")[0], model.parameters(), **METHODS[method])
@@ -154,7 +154,7 @@ LATE = "the same data, first with zero gradients"  # as after a first step with 
         *(("zero gradients", method, None) for method in METHODS),
     ],
 )
-def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind: str, method: str, at: int | None) -> None:
+def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind, method, at):
     first, second = ranks.run(_steps, 2, kind, method)
     assert [len(texts) for texts in first] == [int(step == at) for step in range(3)]
     assert at is None or "bit-identical gradients, so something already synchronizes them (Distr" in first[at][0]
@@ -170,7 +170,7 @@ def _fsdp(rank: int, world_size: int) -> list[str]:
     return problems.warned(optimizer.step)
 
 
-def test_fsdp2_over_the_same_ranks_is_refused() -> None:
+def test_fsdp2_over_the_same_ranks_is_refused():
     for outcome in ranks.outcomes(_fsdp, 2):
         assert isinstance(outcome.error, ValueError), outcome.value
         assert "FSDP2" in str(outcome.error)
@@ -196,7 +196,7 @@ def _norms(kind: Callable[[int], nn.Module]) -> list[nn.Module]:
 def _batch_norm(rank: int, world_size: int, how: str) -> list[str]:
     """The warnings of construction; three steps cause none."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 4), *NORMS[how][0](), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(6, 4), *NORMS[how][0](), nn.Linear(4, 2))
     made = list[Any]()
 
     def build() -> None:
@@ -216,7 +216,7 @@ def _batch_norm(rank: int, world_size: int, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", NORMS)
-def test_batch_norm_warns_once_where_the_model_is_given(how: str) -> None:
+def test_batch_norm_warns_once_where_the_model_is_given(how):
     told, named = _told(_batch_norm, how), NORMS[how][1]
     if not named:
         assert told == []
@@ -241,14 +241,14 @@ class Layers(nn.Module):  # torch.compile leaves out the forward of nn.Sequentia
 def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:
     """The warnings of two evaluations after `at` steps of a LocalDeMo with a round every 2."""
     torch.manual_seed(0)
-    model: Any = Layers()
+    model = Layers()
     if how in ("DDP", "module of DDP"):
         model = demopt.unsync(DistributedDataParallel(model))
     elif how == "compiled":
         model = torch.compile(model, backend="eager", fullgraph=True)
     elif how == "trains in eval()":
         model.eval()
-    optimizer: Any = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2) if how != "DeMo" else None
+    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2) if how != "DeMo" else None
     optimizer = optimizer or DeMo(demopt.unsync(model).parameters(), **problems.SMALL)
     for step in range(at):
         optimizer.zero_grad()
@@ -277,7 +277,7 @@ EVALUATED = "the model ran in eval() 1 step after the last round, with the local
         *((how, ()) for how in ("shared", "a copy", "pickled", "trains in eval()", "DeMo")),
     ],
 )
-def test_evaluation_between_rounds_outside_of_shared_warns_once(how: str, says: tuple[str, ...]) -> None:
+def test_evaluation_between_rounds_outside_of_shared_warns_once(how, says):
     _assert_told(_told(_evaluated, how, 3), *says)
     if how == "plain":  # right after a round, or of one rank, it is no mistake
         assert _told(_evaluated, how, 4) == ranks.run(_evaluated, 1, how, 3)[0] == []
@@ -298,7 +298,7 @@ def _loaded(rank: int, world_size: int, order: str) -> list[str]:
     return problems.warned(lambda: problems.fingerprints(again, [3], rank))
 
 
-def test_model_loaded_after_the_optimizer_is_noticed() -> None:
+def test_model_loaded_after_the_optimizer_is_noticed():
     told = _told(_loaded, "optimizer, model")
     _assert_told(told, "its steps since the last round are lost. Load the model first, then the optimizer")
     assert _told(_loaded, "model, optimizer") == []
@@ -320,7 +320,7 @@ WRITTEN: dict[str, tuple[Any, list[int]]] = {  # the rate of a script at each st
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kind: str) -> None:
+def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kind):
     parameters, (written, expected) = problems.parameters([(4, 4), (4,)]), WRITTEN[kind]
     optimizer = LocalDeMo([torch.optim.SGD([p], lr=0.02) for p in parameters], sync_every=1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.1) if kind == "a scheduler" else None
@@ -339,7 +339,7 @@ def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kin
 
 
 @pytest.mark.parametrize("build", [DeMo, lambda parameters: LocalDeMo(torch.optim.SGD(parameters))])
-def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build: Any) -> None:
+def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build):
     optimizer = build(nn.Linear(2, 2, device="meta").parameters())
     with pytest.raises(ValueError, match="on the meta device: build it after"):
         optimizer.step()
@@ -378,7 +378,7 @@ def _alone(rank: int, world_size: int, call: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:rank 0 received")
 @pytest.mark.parametrize("call", ["consolidate_state_dict()", "resync()", "broadcast_buffers()"])
-def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(call: str) -> None:
+def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(call):
     first, second = ranks.run(_alone, 2, call)
     assert re.match(rf"rank 0( \(host .*\))? called {re.escape(call)}, and rank 1 .*of 2 went on without", first)
     assert first.endswith("call it on all ranks, not under `if rank == 0:`")

@@ -41,7 +41,7 @@ def swapped(given: list[Any], first: int = 0, second: int = 4) -> list[Any]:
 
 
 def trained_in_part() -> list[Any]:
-    model: Any = model_of()
+    model = model_of()
     with torch.no_grad():
         model[0][1].weight.mul_(1.5)  # ones here become ones of rank 0 elsewhere
         model[1][0].weight.copy_(model[2][0].weight)  # a copy: the other one is in its place
@@ -77,7 +77,7 @@ PAIRS: dict[str, tuple[Callable[[nn.Module], list[Any]], Callable[[], list[Any]]
 @pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_rank(pair: str, kind: str) -> None:
+def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_rank(pair, kind):
     give, other, said = PAIRS[pair]
     found = told(kind, (give(model_of()), other()))
     if said:
@@ -89,7 +89,7 @@ def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_r
 @pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.uint8, torch.float8_e4m3fn], ids=str)
-def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind: str, dtype: torch.dtype) -> None:
+def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind, dtype):
     def given(seed: int) -> list[Any]:
         frozen = (torch.arange(12).view(3, 4) % (2 + seed)).to(dtype)
         return [*plain(model_of()), nn.Parameter(frozen, requires_grad=False)]
@@ -100,7 +100,7 @@ def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind: str, dtype:
 
 
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(3, 4), (2,)], []], ids=str)
-def test_frozen_parameters_that_only_one_rank_has_are_named(shapes: list[tuple[int, ...]]) -> None:
+def test_frozen_parameters_that_only_one_rank_has_are_named(shapes):
     def given(shapes: list[tuple[int, ...]]) -> list[Any]:
         return [*plain(model_of()), *(nn.Parameter(torch.ones(each), requires_grad=False) for each in shapes)]
 
@@ -108,7 +108,7 @@ def test_frozen_parameters_that_only_one_rank_has_are_named(shapes: list[tuple[i
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who: int) -> None:
+def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who):
     def work(exchange: Exchange) -> str:
         parameters = problems.parameters([(8, 8), (8,), (8, 8)])
         optimizer = DeMo(parameters, process_group=exchange)
@@ -122,7 +122,7 @@ def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who: int
 
 
 @pytest.mark.parametrize("given", [plain, named])
-def test_worker_of_a_folder_with_another_order_does_not_join(given: Callable[[nn.Module], list[Any]]) -> None:
+def test_worker_of_a_folder_with_another_order_does_not_join(given):
     store = ObjectStore()
 
     def worker(of: list[Any]) -> LocalDeMo:

@@ -1,7 +1,6 @@
 """Ranks with different settings or versions: an error at the first step that names rank and setting."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,14 +49,14 @@ def _each_setting(rank: int, world_size: int, odd: int) -> dict[str, tuple[Setti
 
 
 @pytest.mark.parametrize(("world_size", "odd"), [(2, 0), (3, 2)])
-def test_differing_setting_is_named_with_its_rank(world_size: int, odd: int) -> None:
+def test_differing_setting_is_named_with_its_rank(world_size, odd):
     for found in ranks.run(_each_setting, world_size, odd):
         for name, value in OTHER.items():
             _assert_named(found[name][0], odd, f"'{name}'", str(value))
             _assert_named(found[name][1], odd, f"'{name}'", str(value), "[1]")
 
 
-def test_differing_settings_cover_every_setting() -> None:
+def test_differing_settings_cover_every_setting():
     group = DeMo([Parameter(torch.zeros(3))]).param_groups[0]
     assert set(OTHER) == set(group) - {"params"}
     assert all(OTHER[name] != {**group, **problems.SMALL}[name] for name in OTHER)
@@ -88,7 +87,7 @@ def _each_model(rank: int, world_size: int) -> dict[str, SettingsError | None]:
     return found
 
 
-def test_differing_models_are_refused() -> None:
+def test_differing_models_are_refused():
     for found in ranks.run(_each_model, 2):
         for each in found.values():
             _assert_named(each, 1, "param_groups[")
@@ -113,7 +112,7 @@ def _each_difference(rank: int, world_size: int) -> dict[str, SettingsError | No
     return found
 
 
-def test_differing_version_route_and_hardware_are_refused() -> None:
+def test_differing_version_route_and_hardware_are_refused():
     """Hardware by muon, not by signum, and a setting is named before it."""
     for found in ranks.run(_each_difference, 2):
         _assert_named(found["version"], 1, "version")
@@ -126,8 +125,8 @@ def test_differing_version_route_and_hardware_are_refused() -> None:
 
 def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
     """1, 1.0 and a tensor of it are equal; so are a rule and its name, and groups with a scheduler's additions."""
-    lr: Any = [1, 1.0, torch.tensor(1.0)][rank]
-    update: Any = ["lion", Lion(), "lion(beta2=.99)"][rank]
+    lr = [1, 1.0, torch.tensor(1.0)][rank]
+    update = ["lion", Lion(), "lion(beta2=.99)"][rank]
     optimizer = problems.demo(lr=lr, update=update)
     if rank == 0:
         optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
@@ -135,7 +134,7 @@ def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
     return problems.train(optimizer, range(2), rank)
 
 
-def test_settings_in_equivalent_forms_agree() -> None:
+def test_settings_in_equivalent_forms_agree():
     problems.assert_replicas(ranks.run(_equal_in_other_words, 3))
 
 
@@ -148,7 +147,7 @@ def test_settings_in_equivalent_forms_agree() -> None:
         (lambda o: o.add_param_group({"params": problems.parameters([(3,)])}), "[1]['lr'] = "),
     ],
 )
-def test_settings_changed_later_are_named_before_apply(change: Callable[[DeMo], object], said: str) -> None:
+def test_settings_changed_later_are_named_before_apply(change, said):
     """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
 
     def changed_later(exchange: Exchange) -> SettingsError | None:
@@ -162,7 +161,7 @@ def test_settings_changed_later_are_named_before_apply(change: Callable[[DeMo], 
         _assert_named(found, 1, f"rank 1 has param_groups{said}")
 
 
-def test_inner_settings_are_compared_as_they_are_at_the_first_step() -> None:
+def test_inner_settings_are_compared_as_they_are_at_the_first_step():
     """Rank 0 gets its learning rate after construction."""
 
     def equal_by_then(exchange: Exchange) -> None:

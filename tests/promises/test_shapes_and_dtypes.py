@@ -27,7 +27,7 @@ def _train_mixed(rank: int, world_size: int) -> problems.History:
     return history
 
 
-def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal() -> None:
+def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal():
     problems.assert_replicas(ranks.run(_train_mixed, 3))
 
 
@@ -51,7 +51,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("strided_gradient", [True, False])
-def test_step_ignores_strides(strides: str, strided_gradient: bool, bits_by: str) -> None:
+def test_step_ignores_strides(strides, strided_gradient, bits_by):
     strided = STRIDES[strides]
     for shape in [(6, 5, 3, 3)] if strides == "channels last" else [(17, 19), (6, 5, 3, 3), (20,), (4, 3, 5)]:
         values = problems.draw(shape, 1)
@@ -74,7 +74,7 @@ def test_step_ignores_strides(strides: str, strided_gradient: bool, bits_by: str
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_parameter_listed_twice_is_refused() -> None:
+def test_parameter_listed_twice_is_refused():
     """torch only warns; two momenta for one parameter fit in no state."""
     parameter = Parameter(torch.zeros(3))
     for make in (lambda: DeMo([parameter, parameter]), lambda: LocalDeMo(torch.optim.SGD([parameter, parameter]))):

@@ -17,7 +17,7 @@ def _train(rank: int, world_size: int, settings: dict[str, Any], exchange: Any =
 
 
 @pytest.mark.parametrize("settings", [{}, {"values": "float32", "reduction": "mean", "update": "sgd"}], ids=str)
-def test_demo_without_group_equals_group_of_one(settings: dict[str, Any]) -> None:
+def test_demo_without_group_equals_group_of_one(settings):
     assert not dist.is_initialized()
     without = _train(0, 1, settings)
     with_group = ranks.run(_train, 1, settings)[0]
@@ -25,7 +25,7 @@ def test_demo_without_group_equals_group_of_one(settings: dict[str, Any]) -> Non
     assert problems.same_history(without, _train(0, 1, settings, SingleRank()))
 
 
-def test_demo_warns_a_launched_rank_without_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_warns_a_launched_rank_without_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     problems.train(problems.demo(), range(1))  # rank 0 warns
@@ -41,7 +41,7 @@ def test_demo_warns_a_launched_rank_without_group(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_group_made_after_the_optimizer_is_used_and_after_steps_takes_weights_of_rank_0(steps_before: int) -> None:
+def test_group_made_after_the_optimizer_is_used_and_after_steps_takes_weights_of_rank_0(steps_before):
     histories = ranks.run(_group_made_late, 2, steps_before)
     problems.assert_replicas(histories)
     assert not problems.same(histories[0].momenta, histories[1].momenta)

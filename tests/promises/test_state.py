@@ -41,7 +41,7 @@ LOCAL = {"global", "error", "outer_velocity", "round", "local_steps", "transform
         (problems.local(shapes=problems.SHAPES, outer_momentum=0.5), LOCAL),
     ],
 )
-def test_state_keys_exist_from_construction(optimizer: Any, keys: set[str]) -> None:
+def test_state_keys_exist_from_construction(optimizer, keys):
     """Also for parameters without elements."""
     for steps in (0, 2):
         problems.train(optimizer, range(steps))
@@ -49,7 +49,7 @@ def test_state_keys_exist_from_construction(optimizer: Any, keys: set[str]) -> N
         assert all(set(entry) == keys for entry in optimizer.state.values())
 
 
-def test_backward_through_a_graph_from_before_a_step_is_refused() -> None:
+def test_backward_through_a_graph_from_before_a_step_is_refused():
     """As with torch's optimizers; kernels write to parameters without torch's knowledge."""
     parameter = Parameter(torch.ones(64, 64))
     optimizer = DeMo([parameter], lr=0.1, process_group=SingleRank())
@@ -66,9 +66,7 @@ OTHER = {"transform": "identity", "chunk": 8, "top_k": 5, "update": "sgd", "chun
 @pytest.mark.parametrize("carrier", [by_state_dict, by_file, copy.deepcopy, problems.by_pickle])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("done", "settings"), [(0, {}), (3, {}), (3, OTHER), (3, {"update": "adamw"})])
-def test_state_resumes_bit_for_bit(
-    carrier: Callable[[DeMo], DeMo], dtype: torch.dtype, done: int, settings: dict[str, Any]
-) -> None:
+def test_state_resumes_bit_for_bit(carrier, dtype, done, settings):
     """As everywhere in torch, the state's settings replace those of the constructor."""
     optimizer = problems.demo(dtype=dtype, **settings)
     problems.train(optimizer, range(done))
@@ -82,7 +80,7 @@ def test_state_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("carrier", [None, by_file, copy.deepcopy])
-def test_files_of_an_optimizer_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
+def test_files_of_an_optimizer_hold_momentum_once(carrier):
     """Plain pickle of an optimizer must be helped: views pickle their whole storage."""
     optimizer = problems.demo(shapes=[(64, 64)] * 20)
     optimizer = carrier(optimizer) if carrier is not None else optimizer
@@ -106,7 +104,7 @@ class _Snapshot:
         *((problems.local, more) for more in ({}, {"route": "owner"}, {"top_k": 24, "outer_momentum": 0.5})),
     ],
 )
-def test_each_tensor_of_a_state_costs_what_it_holds(make: Callable[..., Any], settings: dict[str, Any]) -> None:
+def test_each_tensor_of_a_state_costs_what_it_holds(make, settings):
     """A view takes all that it looks at along: of 40 parameters, 40 times as much."""
 
     def trained(exchange: Exchange) -> dict[str, Any]:
@@ -133,7 +131,7 @@ def test_each_tensor_of_a_state_costs_what_it_holds(make: Callable[..., Any], se
         assert len(places) == len(tensors), "safetensors refuses tensors that share memory"
 
 
-def test_deepcopy_with_model_trains_the_copied_model() -> None:
+def test_deepcopy_with_model_trains_the_copied_model():
     model = torch.nn.Linear(5, 3)
     twin_model, twin = copy.deepcopy((model, DeMo(model.parameters(), lr=0.1)))
     assert [id(p) for p in problems.all_parameters(twin)] == [id(p) for p in twin_model.parameters()]
@@ -150,7 +148,7 @@ def _around(inner: Any, frozen: bool = True) -> tuple[LocalDeMo, Parameter]:
     return LocalDeMo(inner([first, last]), process_group=SingleRank()), last
 
 
-def test_inner_state_of_a_frozen_parameter_loads_also_where_that_trains() -> None:
+def test_inner_state_of_a_frozen_parameter_loads_also_where_that_trains():
     """Adagrad makes its state with its parameters, whether they train or not."""
     (before, saved), (after, loaded) = _around(torch.optim.Adagrad), _around(torch.optim.Adagrad)
     before.inner[0].state[saved]["sum"].fill_(3.0)
@@ -162,7 +160,7 @@ def test_inner_state_of_a_frozen_parameter_loads_also_where_that_trains() -> Non
         DeMo(problems.parameters([(8, 8), (4,)])).load_state_dict(before.state_dict())
 
 
-def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_came() -> None:
+def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_came():
     later, last = _around(problems.SGD, frozen=False)
     last.requires_grad_(False)
     later.load_state_dict(_around(problems.SGD)[0].state_dict())
@@ -170,7 +168,7 @@ def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_cam
     _around(problems.SGD)[0].load_state_dict(later.state_dict())
 
 
-def test_load_state_dict_refuses_another_model() -> None:
+def test_load_state_dict_refuses_another_model():
     optimizer = problems.demo(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))
     others: dict[str, torch.optim.Optimizer] = {
@@ -185,7 +183,7 @@ def test_load_state_dict_refuses_another_model() -> None:
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])
-def test_saving_raises_between_extract_and_apply(fill: float) -> None:
+def test_saving_raises_between_extract_and_apply(fill):
     optimizer = problems.demo()
     for parameter in problems.all_parameters(optimizer):
         parameter.grad = torch.full_like(parameter, fill)
@@ -197,7 +195,7 @@ def test_saving_raises_between_extract_and_apply(fill: float) -> None:
     optimizer.state_dict()
 
 
-def test_optimizer_copies_keep_the_process_group() -> None:
+def test_optimizer_copies_keep_the_process_group():
     for histories in zip(*ranks.run(_copied_while_distributed, 2), strict=True):
         problems.assert_replicas(histories)
 
@@ -209,7 +207,7 @@ def _copied_while_distributed(rank: int, world_size: int) -> list[problems.Histo
     return [problems.train(each, range(2, 4), rank) for each in copies]
 
 
-def test_pickle_refuses_a_process_group_that_was_given() -> None:
+def test_pickle_refuses_a_process_group_that_was_given():
     with pytest.raises(ValueError, match="an optimizer with a process_group cannot be pickled"):
         problems.by_pickle(problems.demo(exchange=SingleRank()))
 
@@ -223,7 +221,7 @@ def _mixed() -> torch.nn.Module:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("flat", [False, True])
-def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> None:
+def test_torch_checkpoint_state_dicts_run_no_step(steps, flat):
     """They give an optimizer without state one by stepping it, which changes momenta, and hangs if one rank saves."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, other = _mixed(), _mixed()
@@ -240,7 +238,7 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> Non
 
 
 @pytest.mark.parametrize("drops", ["assign", "clear", "one"])
-def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(drops: str) -> None:
+def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(drops):
     dropped, fresh = problems.demo(momentum_decay=0.5), problems.demo(momentum_decay=0.5)
     problems.fingerprints(dropped, range(3))
     for mine, theirs in zip(problems.all_parameters(fresh), problems.all_parameters(dropped), strict=True):

@@ -19,9 +19,7 @@ from demopt.wire.message import HEADER_BYTES
 
 
 @pytest.mark.parametrize(("kind", "rounds"), [("DeMo", [0, 1, 2, 3]), ("LocalDeMo", [0, 0, 1, 1])])
-def test_closure_runs_once_before_a_round_and_its_gradients_and_loss_are_those_of_the_step(
-    kind: str, rounds: list[int]
-) -> None:
+def test_closure_runs_once_before_a_round_and_its_gradients_and_loss_are_those_of_the_step(kind, rounds):
     optimizer, plain = (problems.optimizer_of(kind, problems.parameters(problems.FEW)) for _ in range(2))
     parameters, seen = problems.all_parameters(optimizer), list[int]()
 
@@ -39,7 +37,7 @@ def test_closure_runs_once_before_a_round_and_its_gradients_and_loss_are_those_o
     assert optimizer.step() is None
 
 
-def test_closure_failure_sends_and_changes_nothing() -> None:
+def test_closure_failure_sends_and_changes_nothing():
     recorder = problems.Recorder()
     optimizer = problems.demo(recorder)
     problems.set_gradients(problems.all_parameters(optimizer), 0)
@@ -53,7 +51,7 @@ def test_closure_failure_sends_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure: bool) -> None:
+def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure):
     counts: Counter[str] = Counter()
     model = torch.nn.Linear(6, 3, bias=False)
     optimizer = DeMo(model.parameters(), maximize=True, **problems.SMALL)
@@ -108,7 +106,7 @@ def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[pr
         return problems.train(optimizer, range(4), rank, before_step=drop), recorder.lengths
 
 
-def test_missing_gradient_counts_as_zero_and_changes_no_collective() -> None:
+def test_missing_gradient_counts_as_zero_and_changes_no_collective():
     """Until some rank has a gradient, each step also compares fingerprints of gradients, for double synchronisation."""
     usual: list[int] = []
     for pattern in PATTERNS:
@@ -125,7 +123,7 @@ def test_missing_gradient_counts_as_zero_and_changes_no_collective() -> None:
 
 
 @pytest.mark.parametrize("done", [0, 2])
-def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
+def test_sparse_gradients_are_refused_before_sending(done):
     recorder = problems.Recorder()
     layer = torch.nn.Embedding(11, 4, sparse=True)
     optimizer = DeMo([Parameter(torch.zeros(3)), layer.weight], process_group=recorder, **problems.SMALL)

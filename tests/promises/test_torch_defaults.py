@@ -98,7 +98,7 @@ def _caches() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:the state was saved", "ignore:rank 0 received")
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_defaults_of_the_process_change_no_bit(kind: str, kernels: str) -> None:
+def test_defaults_of_the_process_change_no_bit(kind, kernels):
     """One rank after the other, because defaults are the process's; and no constant stays from before."""
     expected = ranks.threads(_bits, 2, kind, "torch")
     assert expected[0] == expected[1]

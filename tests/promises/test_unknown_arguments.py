@@ -1,6 +1,5 @@
 """Unknown arguments and impossible values are refused by name; a mistyped name is answered with the one meant."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,12 +52,12 @@ OF_GROUP = "a parameter group of DeMo has no "
         (_demo, "codec", "codec is 1; give a demopt.Codec"),
     ],
 )
-def test_unknown_argument_is_refused_by_name_with_the_one_meant(make: Callable[..., Any], name: str, says: str) -> None:
+def test_unknown_argument_is_refused_by_name_with_the_one_meant(make, name, says):
     with pytest.raises(TypeError, match=says):
         make(**{name: 1})
 
 
-def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group() -> None:
+def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group():
     names = {"chunk": 2, "values": "2-bit"}
     given = {"codec": demopt.Codec(**names), "top_k": 3}
     made = [_demo(**names, top_k=3), _demo(**given), _group(**given)]
@@ -104,7 +103,7 @@ OF_LOCAL = ("values", "2bit", "2-bit"), ("route", "Gathr", "gather"), ("kernels"
         ((_local,), "route", None, "route is None"),
     ],
 )
-def test_impossible_value_is_refused_by_name(makes: Any, name: str, value: Any, says: str) -> None:
+def test_impossible_value_is_refused_by_name(makes, name, value, says):
     for make in makes:
         with pytest.raises((ValueError, TypeError), match=name) as caught:
             make(**{name: value})
@@ -122,7 +121,7 @@ def test_impossible_value_is_refused_by_name(makes: Any, name: str, value: Any, 
         *(("add_param_group", value, "param_group is .*; give a dict with params") for value in (5, {}, None)),
     ],
 )
-def test_methods_refuse_an_argument_of_another_type_by_name(method: str, value: Any, says: str) -> None:
+def test_methods_refuse_an_argument_of_another_type_by_name(method, value, says):
     for make in (_demo, _local) if method != "add_param_group" else (_demo,):
         optimizer = make()
         if method == "apply":
@@ -139,5 +138,5 @@ def test_methods_refuse_an_argument_of_another_type_by_name(method: str, value: 
     ],
     ids=str,
 )
-def test_demo_accepts_presets_and_extreme_settings(settings: dict[str, Any]) -> None:
+def test_demo_accepts_presets_and_extreme_settings(settings):
     problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))

@@ -31,7 +31,7 @@ def _received(why: str) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", why)]
 
 
-def test_route_auto_is_owner_from_five_ranks_on() -> None:
+def test_route_auto_is_owner_from_five_ranks_on():
     """Bytes received then do not grow with the ranks."""
     assert _local(1).startswith("gather: a rank alone")
     assert _local(2).startswith("gather: ")
@@ -44,7 +44,7 @@ def test_route_auto_is_owner_from_five_ranks_on() -> None:
 
 
 @pytest.mark.parametrize(("settings", "says"), [({"top_k": 64}, "top_k"), ({"clip_to_median": True}, "clip_to_median")])
-def test_route_auto_of_other_pseudo_gradients_is_gather(settings: dict[str, Any], says: str) -> None:
+def test_route_auto_of_other_pseudo_gradients_is_gather(settings, says):
     why = _local(64, **settings)
     assert why.startswith("gather: ")
     assert says in why
@@ -59,11 +59,11 @@ def _demo(world_size: int, **settings: Any) -> str:
     return optimizer.stats.route
 
 
-def test_demo_has_route_gather() -> None:
+def test_demo_has_route_gather():
     assert re.fullmatch("gather: [0-9,]+ bytes received per round; route 'owner' is LocalDeMo's", _demo(1000))
 
 
-def test_too_many_ranks_for_exact_sums_are_refused() -> None:
+def test_too_many_ranks_for_exact_sums_are_refused():
     """In 2 bits the sum of more than 2**18 ranks can leave 2**24."""
     assert _demo(1 << 18, values="2-bit")
     with pytest.raises(ValueError, match=r"exact sums of 262145 ranks .*; use exact=False"):
@@ -76,7 +76,7 @@ ON: dict[str, Callable[..., Any]] = {"gather": problems.demo, "owner": problems.
 
 
 @pytest.mark.parametrize(("route", "second"), [("gather", False), ("owner", False), ("owner", True)])
-def test_failed_exchange_changes_nothing_but_the_momentum(route: str, second: bool) -> None:
+def test_failed_exchange_changes_nothing_but_the_momentum(route, second):
     """On all ranks at once, at each of the route's collectives."""
 
     def broken(exchange: Exchange) -> problems.History:
@@ -116,8 +116,8 @@ def _corrupted(exchange: Exchange, route: str, bad_rank: int, place: int) -> tup
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize(("route", "place"), [("gather", 0), ("owner", 1), ("owner", 0)])
 def test_corrupted_bytes_are_refused_where_they_arrive_and_by_all_if_they_are_parts_and_resync_repairs(
-    route: str, place: int, bad_rank: int
-) -> None:
+    route, place, bad_rank
+):
     parts = route == "owner" and place == 0
     (first, marks), *others = ranks.threads(_corrupted, 3, route, bad_rank, place)
     for error in [first, *(error for error, _ in others if parts)]:

@@ -228,7 +228,7 @@ class Worker:
         self.tokens = Tokens(self.run)
         self.folder = FolderRounds(self.tokens, self.run)
         self.made, self.error, self.owner = 0, None, number
-        self.state: Any = None  # from which it can go on
+        self.state = None  # from which it can go on
         self.unsure = set[int]()  # tokens that were made after such a state
         if again is not None:
             self.state, self.owner, self.made = again.state, again.owner, again.made
@@ -440,7 +440,7 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool, stops: bool = Fals
 @hypothesis.example([("late", 0, 40), *[("late", 1, 30)] * 12, ("late", 0, 200), ("late", 1, 60)], False)
 # The joiner's checkpoint is deleted before it reads it, so it takes a newer one.
 @hypothesis.example([("go", 0, 23), ("go", 1, 3), ("go", 0, 23), ("go", 0, 24)], False)
-def test_no_schedule_loses_or_doubles_a_movement(actions: list[Any], keep_log: bool) -> None:
+def test_no_schedule_loses_or_doubles_a_movement(actions, keep_log):
     play(actions, keep_log)
 
 
@@ -454,7 +454,7 @@ def test_no_schedule_loses_or_doubles_a_movement(actions: list[Any], keep_log: b
     ),
     False,
 )
-def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(actions: list[Any], keep_log: bool) -> None:
+def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(actions, keep_log):
     """A 409, a done put that is answered 500, late reads and puts, two puts that both win, deleted messages."""
     play(actions, keep_log)
 
@@ -462,6 +462,6 @@ def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(action
 @hypothesis.given(st.lists(GHOSTS, min_size=10, max_size=60), st.booleans())
 @hypothesis.settings(max_examples=max(40, hypothesis.settings.default.max_examples // 5))
 @hypothesis.example(actions_of("late 0 40, late 1 40, ghost 0 1, late 0 40, late 1 40"), False)
-def test_all_hear_a_wish_to_stop_while_they_wait_for_one_that_never_comes(actions: list[Any], keep_log: bool) -> None:
+def test_all_hear_a_wish_to_stop_while_they_wait_for_one_that_never_comes(actions, keep_log):
     with patch.object(exchange_module, "_TOLD_AFTER", -1.0):  # time stands still
         play(actions, keep_log, stops=True)

@@ -49,7 +49,7 @@ def lost(bare: Store) -> set[int]:
 @hypothesis.example(  # a message of fewer than half of the members, whose worker then dies
     actions_of("go 0 1, join 0 1, die 0 1, go 0 4, join 0 1, go 1 1, join 0 1, go 0 1, go 0 1, go 1 1")
 )
-def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: list[Any]) -> None:
+def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions):
     with schedule(Reader) as (bare, workers, carry_out):
         for action, who, turns in actions:
             carry_out(action, who, turns)
@@ -67,7 +67,7 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: 
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay: int) -> None:
+def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay):
     store, read, futures = ObjectStore(), Counter[int](), list[Future[None]]()
     lock, both, rounds = threading.Lock(), threading.Barrier(2), 4
 
@@ -101,7 +101,7 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
     assert read == Counter(dict.fromkeys(range(101), 2))
 
 
-def test_state_knows_what_its_local_steps_have_read() -> None:
+def test_state_knows_what_its_local_steps_have_read():
     read, store, state = Counter[int](), ObjectStore(), None
     for steps in (5, 99):
         worker = Worker(store, 0, state=state)
@@ -112,7 +112,7 @@ def test_state_knows_what_its_local_steps_have_read() -> None:
     assert read == Counter(range(20))
 
 
-def test_worker_with_other_data_is_refused_before_it_sends() -> None:
+def test_worker_with_other_data_is_refused_before_it_sends():
     store = ObjectStore()
 
     def batches(sequences: int, run: Any) -> Any:
@@ -126,7 +126,7 @@ def test_worker_with_other_data_is_refused_before_it_sends() -> None:
         batches(10, None)
 
 
-def test_spans_stay_few_over_a_long_run() -> None:
+def test_spans_stay_few_over_a_long_run():
     """What is returned is handed out first, so holes close."""
     schedule, wanted = random.Random(0), {f"w{number}": 20 for number in range(16)}
     reading = Reading(10**6).after({}, wanted)

@@ -40,9 +40,7 @@ class Silent(stores.Through):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("decided", ["with it", "without it", "after the restart", "at a second join", "long ago"])
 @pytest.mark.parametrize("saved", ["after the error", "before the message", "a step later"])
-def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
-    delay: int, decided: str, saved: str
-) -> None:
+def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay, decided, saved):
     bare = ObjectStore()
     silent = Silent(bare)
     other, dies = Counter(bare, 0, delay), Counter(silent, 1, delay)
@@ -93,7 +91,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
     assert counts[dies.taken :] == [1.0] * 3
 
 
-def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once() -> None:
+def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once():
     bare = ObjectStore()
     other, dies = Counter(bare, 0, 0), Counter(bare, 1, 0)
     for worker in (other, dies, dies):
@@ -114,7 +112,7 @@ def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once
     assert set(counts) == {1.0}, counts
 
 
-def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any) -> None:
+def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store):
     first, second = joined(store, keep_log=True)
     for worker in (first, second, first, second):
         worker.round()
@@ -129,7 +127,7 @@ def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
-def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store: Any, tmp_path: Any) -> None:
+def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store, tmp_path):
     first, again = Worker(store, 0), Worker(store, 1)
     first.round()
     dcp.save({"optimizer": OptimizerState(first.optimizer)}, checkpoint_id=tmp_path)
@@ -140,7 +138,7 @@ def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store: Any, tmp_pat
         assert again.optimizer.own_state_dict()["folder"] == first.optimizer.own_state_dict()["folder"]
 
 
-def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
+def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     first = Worker(ObjectStore(), 0)
     first.round()
     Worker(store, 1).round()
@@ -163,7 +161,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
         Worker(None, 0, group=SingleRank()).optimizer.load_state_dict({**state, "folder": "text"})
 
 
-def test_state_of_round_0_goes_on_where_later_ones_were_known(store: Any) -> None:
+def test_state_of_round_0_goes_on_where_later_ones_were_known(store):
     worker = Worker(store, 0, keep_log=True).join()
     state = copy.deepcopy(worker.optimizer.own_state_dict())
     worker.round(2)
@@ -172,7 +170,7 @@ def test_state_of_round_0_goes_on_where_later_ones_were_known(store: Any) -> Non
     assert (worker.join().rounds, worker.digest) == (2, digest)
 
 
-def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None:
+def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
     first = Worker(store, 0, keep_log=True)
     first.round()
     state = first.optimizer.own_state_dict()
@@ -184,7 +182,7 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None
     assert "round 1 is another one in" in again.said[0]
 
 
-def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(store: Any) -> None:
+def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(store):
     first, second = joined(store, checkpoint_every=2)
     together([first, second], 1)
 
@@ -192,7 +190,7 @@ def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(s
         second.run.asked_to_stop = lambda: True
         raise CoveredError("covered")
 
-    second.run.results_of = covered  # type: ignore[method-assign]
+    second.run.results_of = covered
     for worker in (first, second):
         worker.step()
     with ThreadPoolExecutor(2) as pool:
@@ -255,7 +253,7 @@ def test_object_that_is_gone_is_named_where_it_is_needed(
             first.round()
 
 
-def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store: Any) -> None:
+def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store):
     first = Worker(store, 0)
     first.round()
     first.step()
@@ -267,7 +265,7 @@ def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store: Any) ->
         again.join()
 
 
-def test_nobody_waits_for_an_observer_however_far_it_follows(store: Any) -> None:
+def test_nobody_waits_for_an_observer_however_far_it_follows(store):
     first, observer = Worker(store, 0, keep_log=True), Worker(store, 1)
     first.round(9)
     assert (observer.optimizer.observe(), observer.digest) == (9, first.digest)
@@ -276,8 +274,8 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store: Any) -> None
 
 @pytest.mark.parametrize(("fails", "resumes"), [("hello", True), ("hello", False), ("load", False)])
 def test_join_that_an_outage_ended_may_come_again_and_without_the_weights_its_state_is_not_of_the_run(
-    store: Any, fails: str, resumes: bool
-) -> None:
+    store, fails, resumes
+):
     first = Worker(store, 0)
     first.round(2)
     again = Worker(store, 1, state=first.optimizer.own_state_dict() if resumes else None)
@@ -289,7 +287,7 @@ def test_join_that_an_outage_ended_may_come_again_and_without_the_weights_its_st
     assert "folder" in again.optimizer.own_state_dict()
 
 
-def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on() -> None:
+def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on():
     store, newest = ObjectStore(), "rounds/00000003/manifest"
     first, joiner, again = (Worker(store, seed, checkpoint_every=2) for seed in range(3))
     first.round(4)

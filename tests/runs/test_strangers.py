@@ -35,18 +35,18 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[31mx"
 
 
 @pytest.fixture(scope="module")
-def text() -> str:
+def text():
     return str(Path(sysconfig.get_path("stdlib"), "textwrap.py"))
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+def finished(tmp_path_factory, text):
     place: Path = tmp_path_factory.mktemp("finished")
     forked.demopt("train", "--run", place / "run", "--out", place / "out", "--data", text, *FLAGS.split())
     return place / "run"
 
 
-def test_joining_worker_takes_the_threads_of_openmp(finished: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_joining_worker_takes_the_threads_of_openmp(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", (asked := list[int]()).append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for number, words in enumerate(((), ("--threads", 3))):
@@ -55,7 +55,7 @@ def test_joining_worker_takes_the_threads_of_openmp(finished: Path, tmp_path: Pa
 
 
 @pytest.fixture
-def edited(finished: Path, tmp_path: Path) -> Callable[..., Path]:
+def edited(finished, tmp_path):
     """edited(name, change): a copy of the run in which an object's JSON was changed."""
 
     def edit(name: str, change: Callable[[Any], object]) -> Path:
@@ -86,9 +86,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_security_status_and_replay_of_a_strangers_run_end_in_words(
-    edit: str, edited: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_security_status_and_replay_of_a_strangers_run_end_in_words(edit, edited, monkeypatch):
     """No traceback, no control character on the terminal, no interpreted markup."""
     monkeypatch.setattr("demopt.runs.store._DAMAGED", 0.0)  # seconds of reading it again
     run = edited(*EDITS[edit])
@@ -100,7 +98,7 @@ def test_security_status_and_replay_of_a_strangers_run_end_in_words(
         assert done.stderr.count("\n") <= 1
 
 
-def test_status_measures_no_time_between_two_clocks(edited: Any, command: Any) -> None:
+def test_status_measures_no_time_between_two_clocks(edited, command):
     run = edited(MANIFEST, lambda manifest: manifest.update(author="w-2", at="2999-01-01T00:00:00+00:00"))
     found = json.loads(command("status", run, "--json"))
     assert found["round"] == 4
@@ -114,7 +112,7 @@ OF_A_MACHINE = {
 }  # fmt: skip
 
 
-def test_security_joining_takes_only_shared_settings_of_a_run(edited: Any, text: str, tmp_path: Path) -> None:
+def test_security_joining_takes_only_shared_settings_of_a_run(edited, text, tmp_path):
     run = edited("run", lambda record: record["settings"].update(OF_A_MACHINE, lr=0.123))
     config, _ = settings_to_join(str(run), None, {"out": str(tmp_path / "mine"), "data": [text]})
     assert config.lr == 0.123, "which all workers share"
@@ -123,7 +121,7 @@ def test_security_joining_takes_only_shared_settings_of_a_run(edited: Any, text:
         assert getattr(config, name) == own.get(name, getattr(TrainConfig(), name)), name
 
 
-def test_security_joining_deletes_nothing(edited: Any, text: str, tmp_path: Path, command: Any) -> None:
+def test_security_joining_deletes_nothing(edited, text, tmp_path, command):
     run, mine = edited("run", lambda record: record["settings"].update(overwrite=True)), tmp_path / "mine"
     files = [mine / name for name in ("model/weights.bin", "checkpoints/mine", "wandb/x")]
     for file in files:
@@ -147,8 +145,8 @@ def test_security_joining_deletes_nothing(edited: Any, text: str, tmp_path: Path
     ids=str,
 )
 def test_security_joining_a_strangers_run_runs_no_code_and_ends_in_one_line(
-    change: dict[str, Any], says: str, edited: Any, text: str, tmp_path: Path, command: Any
-) -> None:
+    change, says, edited, text, tmp_path, command
+):
     """CODE: a folder whose tokenizer is a program."""
     code = tmp_path / "code"
     code.mkdir()
@@ -162,9 +160,7 @@ def test_security_joining_a_strangers_run_runs_no_code_and_ends_in_one_line(
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
-    tmp_path: Path, text: str, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, text, command, monkeypatch):
     """The store fails in round 2, after this worker's message is there. Before it is back, the round is decided.
 
     That is without the message. The worker's steps are in the manifests once.
@@ -207,9 +203,7 @@ OF_NOTHING = saved(drawn=0, optimizer={}), saved(drawn=0, optimizer={"state": {}
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", *OF_NOTHING, CHANGED])
-def test_state_that_cannot_be_read_is_told_in_one_line(
-    content: bytes, finished: Path, tmp_path: Path, command: Any
-) -> None:
+def test_state_that_cannot_be_read_is_told_in_one_line(content, finished, tmp_path, command):
     mine = tmp_path / "mine"
     command("join", finished, "--out", mine)
     (mine / "state.pt").write_bytes(content)
@@ -225,7 +219,7 @@ ANYTHING = st.recursive(
 
 
 @given(ANYTHING)
-def test_numbers_of_a_note_are_finite_and_in_range_whatever_it_is(note: Any) -> None:
+def test_numbers_of_a_note_are_finite_and_in_range_whatever_it_is(note):
     for name, value in numbers_of(note).items():
         assert type(value) in (int, float)
         assert math.isfinite(value)

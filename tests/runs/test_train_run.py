@@ -66,7 +66,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
             raise ExchangeError("the store did not answer")
         return placed
 
-    FolderExchange.exchange_round, FolderExchange._put = held, last  # type: ignore[method-assign]
+    FolderExchange.exchange_round, FolderExchange._put = held, last
 
     numbered = worker.numbered
 
@@ -75,7 +75,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
             file.write("".join(f"{number}\n" for number in numbers))
         return numbered(tokens, config, numbers)
 
-    worker.numbered = noted  # type: ignore[attr-defined]
+    worker.numbered = noted
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)

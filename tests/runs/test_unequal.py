@@ -113,9 +113,7 @@ KINDS = st.tuples(SECONDS, st.sampled_from([0.01, 0.05, 0.3]), SECONDS)  # and o
 @hypothesis.example([(1.0, 0.01, 0.05), (1.0, 0.01, 30.0)], 0.02)  # of thirty,
 @hypothesis.example([(0.05, 0.01, 0.05), (0.05, 0.01, 15.0)], 0.02)  # of two hundred
 @hypothesis.example([(1.0, 0.01, 0.05), (1.0, 0.01, 0.05), (1.0, 1.5, 0.05)], 0.02)  # it reads slower than they decide
-def test_every_worker_that_lives_is_in_a_round_again_and_again(
-    kinds: list[tuple[float, float, float]], late: float
-) -> None:
+def test_every_worker_that_lives_is_in_a_round_again_and_again(kinds, late):
     """By a simulated clock. The first time may take long, while nobody knows a worker's pace."""
     slowest = max(steps + upload + 20 * trip for steps, trip, upload in kinds)
     fastest = min(steps + upload + trip for steps, trip, upload in kinds)

@@ -24,7 +24,7 @@ def _numbers(draw: st.DrawFn) -> tuple[list[int], int]:
 
 
 @given(_numbers(), st.integers(1, 3))
-def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case: tuple[list[int], int], rows: int) -> None:
+def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case, rows):
     numbers, width = case
     data = pack(torch.tensor(numbers, dtype=torch.int64), width)
     assert data.dtype == torch.uint8
@@ -48,7 +48,7 @@ def _case(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
 
 
 @given(_case())
-def test_index_code_bits_are_literal_and_round_trip(case: tuple[int, torch.Tensor]) -> None:
+def test_index_code_bits_are_literal_and_round_trip(case):
     length, positions = case
     chunks, keep = positions.shape
     code = index_code(keep, length)
@@ -60,7 +60,7 @@ def test_index_code_bits_are_literal_and_round_trip(case: tuple[int, torch.Tenso
         assert torch.equal(code.decode([plane.unsqueeze(0) for plane in planes], chunks)[0][0], positions)
 
 
-def test_index_map_refuses_a_wrong_number_of_ones() -> None:
+def test_index_map_refuses_a_wrong_number_of_ones():
     code = index_code(keep=4, length=16)
     planes = code.encode(torch.tensor([[1, 6, 7, 12]]))
     rows = [plane.repeat(3, 1) for plane in planes]
@@ -79,7 +79,7 @@ def test_index_map_refuses_a_wrong_number_of_ones() -> None:
         ([3, 5, 10], "out of range in a chunk of 10"),
     ],
 )
-def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions: list[int], says: str) -> None:
+def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions, says):
     code = IndexCode(keep=3, length=10, low=4, width=0)
     rows = torch.stack([code.encode(torch.tensor([each]))[0] for each in ([1, 5, 9], positions)])
     with pytest.raises(MessageError, match=says) as caught:
@@ -102,7 +102,7 @@ def _chunks(draw: st.DrawFn) -> list[list[float]]:
 @pytest.mark.parametrize("values", QUANTIZERS)
 @settings(max_examples=40)
 @given(chunks=_chunks())
-def test_quantizer_bits_equal_literal(values: str, chunks: list[list[float]]) -> None:
+def test_quantizer_bits_equal_literal(values, chunks):
     numbers = torch.tensor(chunks, dtype=torch.float64 if values == "float64" else torch.float32)
     planes = QUANTIZERS[values].encode(numbers)
     assert [bytes(plane.tolist()) for plane in planes] == literal.value_planes(chunks, values)
@@ -111,12 +111,12 @@ def test_quantizer_bits_equal_literal(values: str, chunks: list[list[float]]) ->
 
 
 @given(st.lists(_FLOATS, min_size=1, max_size=40))
-def test_scale_code_is_the_nearest(scales: list[float]) -> None:
+def test_scale_code_is_the_nearest(scales):
     codes = scale_code(torch.tensor(scales).abs()).tolist()
     assert codes == [literal.scale_code(abs(struct.unpack("<f", struct.pack("<f", s))[0])) for s in scales]
 
 
-def test_scale_code_round_trips_every_valid_code() -> None:
+def test_scale_code_round_trips_every_valid_code():
     """Subnormal codes, and those of infinity and NaN, are invalid."""
     scales, valid = scale_of(torch.arange(4096)), [0, *literal.CODES]
     assert scales[valid].tolist() == [literal.scale_of(code) for code in valid]
@@ -126,7 +126,7 @@ def test_scale_code_round_trips_every_valid_code() -> None:
 
 
 @pytest.mark.parametrize(("values", "levels"), [("sign", [-1, 1]), ("2-bit", [-2, -1, 1, 2])])
-def test_integer_quantizer_decodes_every_number_to_its_level_and_zeros_to_zeros(values: str, levels: list[int]) -> None:
+def test_integer_quantizer_decodes_every_number_to_its_level_and_zeros_to_zeros(values, levels):
     quantizer = QUANTIZERS[values]
     packed = torch.tensor(list(literal.packed(range(1 << quantizer.bits), quantizer.bits)), dtype=torch.uint8)
     found = quantizer.numbers(packed, 1, 1 << quantizer.bits)

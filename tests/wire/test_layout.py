@@ -42,7 +42,7 @@ def _assert_same(one: Coefficients, other: Coefficients) -> None:
 
 
 @given(st.data())
-def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(data: st.DataObject) -> None:
+def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(data):
     """An owner's part equals the message of a rank with these chunks alone; what is kept narrow widens to the same."""
     length = data.draw(LENGTHS)
     keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from([*QUANTIZERS]))
@@ -68,7 +68,7 @@ def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(d
 
 
 @pytest.mark.parametrize("values", QUANTIZERS)
-def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_in_runs_equals_whole(values, monkeypatch):
     whole = Section(43, 60, 7, values)
     messages = _messages(whole, 1)
     assert len(whole.spans) == 1
@@ -79,7 +79,7 @@ def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPat
     _assert_same(cut.checked(messages), whole.checked(messages))
 
 
-def test_layout_digest_and_count_are_those_of_its_sections() -> None:
+def test_layout_digest_and_count_are_those_of_its_sections():
     unlike = [(9, 64, 5, "sign"), (8, 65, 5, "sign"), (8, 64, 6, "sign"), (8, 64, 5, "2-bit"), (8, 64, 5, "sign")]
     layouts = [Layout((Section(*each),)) for each in unlike]
     layouts += [Layout(2 * layouts[-1].sections), Layout(())]
@@ -90,7 +90,7 @@ def test_layout_digest_and_count_are_those_of_its_sections() -> None:
 
 
 @pytest.mark.parametrize("values", QUANTIZERS)
-def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
+def test_received_names_the_rank_whose_value_is_nan(values):
     """In the plane of scales, or of values."""
     section = Section(GRANULE, 64, 1, values)
     messages, first = _messages(section, 2), section.sizes[0]
@@ -101,7 +101,7 @@ def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
         assert caught.value.rank == named
 
 
-def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable() -> None:
+def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable():
     numbers = torch.tensor([1.0, -1e35, 1.0001e35, float("nan")], dtype=torch.float64)
     assert number_faults(numbers)[0][1].tolist() == [False, False, True, True]
     codes = torch.arange(1 << SCALE_BITS)
@@ -123,7 +123,7 @@ def _bare(shapes: list[tuple[int, ...]]) -> list[Parameter]:
     return [Parameter(torch.empty(shape, device="meta")) for shape in shapes]
 
 
-def test_gpt2_message_has_at_most_1_32_bytes_per_kept_sign_and_1_02_bits_per_sign_of_all() -> None:
+def test_gpt2_message_has_at_most_1_32_bytes_per_kept_sign_and_1_02_bits_per_sign_of_all():
     """The published code sends 12 bytes for each."""
     largest = _layout(DeMo(_bare(GPT2), top_k=32, codec=Codec(values="sign")))
     assert (HEADER_BYTES + largest.size) / largest.kept <= 1.32
@@ -133,14 +133,14 @@ def test_gpt2_message_has_at_most_1_32_bytes_per_kept_sign_and_1_02_bits_per_sig
 
 
 @pytest.mark.parametrize("shape", [(50257, 3), (3, 8191), (8191,), (127, 1, 63)], ids=str)
-def test_message_of_large_prime_shapes_stays_small(shape: tuple[int, ...]) -> None:
+def test_message_of_large_prime_shapes_stays_small(shape):
     """With the largest divisor as chunk, an embedding of 50257 or 8191 rows would cost more than its dense gradient."""
     (parameter,) = _bare([shape])
     assert _layout(DeMo([parameter], top_k=32)).size < 0.2 * parameter.nbytes
 
 
 @given(st.lists(st.integers(0, 300), max_size=3).map(tuple) | st.sampled_from(problems.SHAPES))
-def test_message_of_any_shape_is_no_longer_than_its_gradient_and_a_header(shape: tuple[int, ...]) -> None:
+def test_message_of_any_shape_is_no_longer_than_its_gradient_and_a_header(shape):
     (parameter,) = _bare([shape])
     for optimizer in (DeMo([parameter]), LocalDeMo(torch.optim.SGD([parameter]))):
         assert _layout(optimizer).size <= -(-parameter.nbytes // 8) * 8

@@ -44,7 +44,7 @@ def _sections(values: str) -> tuple[Section, ...]:
 
 
 @pytest.mark.parametrize("values", QUANTIZERS)
-def test_message_bytes_equal_golden_and_follow_from_the_format(values: str) -> None:
+def test_message_bytes_equal_golden_and_follow_from_the_format(values):
     """Built once more in plain Python."""
     parts = zip(_sections(values), POSITIONS, NUMBERS, strict=True)
     data = [torch.cat(section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64))) for section, p, n in parts]
@@ -56,7 +56,7 @@ def test_message_bytes_equal_golden_and_follow_from_the_format(values: str) -> N
 
 
 @pytest.mark.parametrize("values", QUANTIZERS)
-def test_check_reads_golden_messages(values: str) -> None:
+def test_check_reads_golden_messages(values):
     message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)
     layout = Layout(_sections(values))
     rows = [pack_message(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
@@ -124,7 +124,7 @@ def _refused(messages: torch.Tensor, says: str) -> MessageError:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_check_refuses_each_bad_field(field: str) -> None:
+def test_check_refuses_each_bad_field(field):
     at, form, value, says = FIELDS[field]
     messages = _three()
     messages[1] = _resealed(messages[1], at, form, value)
@@ -133,7 +133,7 @@ def test_check_refuses_each_bad_field(field: str) -> None:
     assert "message of rank 1" in str(error)
 
 
-def test_check_passes_on_fingerprints_and_known_flags() -> None:
+def test_check_passes_on_fingerprints_and_known_flags():
     messages = _three()
     messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
     assert [header.fingerprint for header in _check(messages)] == [5, 2**64 - 1, 5]
@@ -144,7 +144,7 @@ def test_check_passes_on_fingerprints_and_known_flags() -> None:
 
 
 @pytest.mark.parametrize(("named", "blamed"), [(2, 2), (3, None), (2**64 - 1, None)])
-def test_check_of_answers_names_the_rank_that_an_owner_refused(named: int, blamed: int | None) -> None:
+def test_check_of_answers_names_the_rank_that_an_owner_refused(named, blamed):
     messages = _three()
     messages[1] = pack_message(replace(HEADER, flags=flag.REFUSED, fingerprint=named), messages[1, 64:])
     with pytest.raises(MessageError, match="refused by rank 1") as caught:
@@ -152,7 +152,7 @@ def test_check_of_answers_names_the_rank_that_an_owner_refused(named: int, blame
     assert caught.value.rank == blamed
 
 
-def test_check_refuses_every_flipped_bit() -> None:
+def test_check_refuses_every_flipped_bit():
     messages = _three()
     for place in range(8 * messages.shape[1]):
         damaged = messages.clone()
@@ -175,12 +175,12 @@ CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_check_refuses_other_shapes(cut: str) -> None:
+def test_check_refuses_other_shapes(cut):
     _refused(CUTS[cut](_three()), "bytes|expected")
 
 
 @pytest.mark.parametrize("at_once", [1, 2 * (64 + BODY), 1 << 20])
-def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_ignores_how_many_are_checked_at_once(at_once, monkeypatch):
     monkeypatch.setattr("demopt.wire.message._BYTES_AT_ONCE", at_once)
     messages = _three()
     before = messages.clone()
@@ -192,7 +192,7 @@ def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: p
     assert _refused(messages, "checksum").rank == 2
 
 
-def test_handshake_due_ignores_corrupted_messages() -> None:
+def test_handshake_due_ignores_corrupted_messages():
     messages = _three()
     assert not handshake_due(read_headers(messages))
     for changed in ({"flags": flag.NEW_LAYOUT | flag.NONFINITE}, {"settings": 1}):
@@ -202,7 +202,7 @@ def test_handshake_due_ignores_corrupted_messages() -> None:
         assert not handshake_due(read_headers(messages))
 
 
-def test_check_names_the_first_bad_rank_whatever_is_wrong() -> None:
+def test_check_names_the_first_bad_rank_whatever_is_wrong():
     messages = _three()
     messages[1:, 70] ^= 1
     assert _refused(messages, "checksum").rank == 1
@@ -215,7 +215,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("words", [1, 2, 7, 100, 3000, 2**16 + 5])
-def test_checksum_of_each_row_equals_literal_sum(words: int) -> None:
+def test_checksum_of_each_row_equals_literal_sum(words):
     """Sums of blocks of 2**16 words are summed likewise; the last block is filled with zeros."""
     rows = [random.Random(n).randbytes(8 * words) for n in range(3)]
     sums = checksum(torch.stack([_tensor(row) for row in rows])).tolist()
@@ -223,7 +223,7 @@ def test_checksum_of_each_row_equals_literal_sum(words: int) -> None:
     assert int(checksum(_tensor(rows[0]))) == sums[0]
 
 
-def test_checksum_first_weights_are_splitmix64() -> None:
+def test_checksum_first_weights_are_splitmix64():
     """Of splitmix64 seeded with zero, as published, made odd."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     words = [1 << 8 * 8 * place for place in range(3)]
@@ -231,7 +231,7 @@ def test_checksum_first_weights_are_splitmix64() -> None:
     assert sums == [number | 1 for number in published]
 
 
-def test_fingerprint_sees_bits_order_and_borders() -> None:
+def test_fingerprint_sees_bits_order_and_borders():
     tensors = [torch.arange(5.0), torch.zeros(3), torch.ones(9, dtype=torch.bfloat16)]
     tensors += [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.float64)]
     seen = [fingerprint(tensors), fingerprint(tensors[::-1]), fingerprint(tensors[:2]), fingerprint([])]
@@ -244,7 +244,7 @@ def test_fingerprint_sees_bits_order_and_borders() -> None:
     assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
 
 
-def test_fingerprint_is_made_of_tensor_checksums() -> None:
+def test_fingerprint_is_made_of_tensor_checksums():
     data = [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<2f", 5, 6)]
     expected = literal.word_sum([literal.mixed(literal.checksum(part)) for part in data])
     assert fingerprint([torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6])]) == expected
