@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
+import pytest
+
 from laboratory import seaweed
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
@@ -43,32 +45,27 @@ def elastic_launch(how: Any, python: str) -> Callable[..., Any]:
     return lambda *command: elastic_launch(how, _run)(command, dict(os.environ), os.getcwd(), os.getpid())
 
 
-def torchrun(
-    script: Path, *arguments: str, ranks: int, cwd: Path, restarts: int = 0
-) -> "subprocess.CompletedProcess[str]":
-    """`torchrun --standalone --nproc-per-node RANKS SCRIPT ARGUMENTS` succeeds, with this process as the launcher."""
+def torchrun(script: Path, *words: str, ranks: int, cwd: Path, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """`torchrun --standalone --nproc-per-node RANKS SCRIPT WORDS` succeeds, with this process as the launcher."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-    with tempfile.TemporaryDirectory() as scratch, output() as (out, err):
+    with tempfile.TemporaryDirectory() as scratch, output() as (out, err), pytest.MonkeyPatch.context() as patch:
         how = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=restarts,
             logs_specs=DefaultLogsSpecs(log_dir=scratch), signals_to_handle="SIGQUIT",  # the others are of this process
         )  # fmt: skip
-        before = Path.cwd()
-        os.chdir(cwd)
+        patch.chdir(cwd)
         try:
-            elastic_launch(how, sys.executable)(str(script), *arguments)
+            elastic_launch(how, sys.executable)(str(script), *words)
         except ChildFailedError as error:
             raise AssertionError(f"{error}\n{read(err)[-5000:]}") from error
-        finally:
-            os.chdir(before)
-        return subprocess.CompletedProcess([str(script), *arguments], 0, read(out), read(err))
+        return subprocess.CompletedProcess([str(script), *words], 0, read(out), read(err))
 
 
-def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str] | None" = None) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
     """Polls until `condition()` is true; fails when it takes too long or the process ends before."""
     limit = time.monotonic() + LIMIT
     while not condition():
@@ -109,19 +106,16 @@ def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
             PartialState._reset_state()
 
 
-def demopt(*words: object, codes: tuple[int, ...] = (0,)) -> "subprocess.CompletedProcess[str]":
+def demopt(*words: object, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
     """The command `demopt WORDS` in this process, to its end, with one of these codes; its workers are forked."""
     from demopt import cli
 
-    code: Any = 0
     arguments = ["demopt", *map(str, words)]
     with output() as (out, err), workers(), mock.patch.dict(os.environ), mock.patch.object(sys, "argv", arguments):
-        try:
+        with pytest.raises(SystemExit) as end:
             cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        done = subprocess.CompletedProcess(arguments, code, read(out), read(err))
-    assert code in codes, done.stderr
+        done = subprocess.CompletedProcess(arguments, end.value.code or 0, read(out), read(err))
+    assert done.returncode in codes, done.stderr
     return done
 
 

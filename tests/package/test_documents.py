@@ -1,6 +1,6 @@
 """Every command that the documents show is one that demopt takes, every Python block parses, every link leads on.
 
-Every public name says what it is, with an example (which the doctests run).
+Every public name says what it is, with an example (which the doctests run). Errors are quoted as the code words them.
 """
 
 import ast
@@ -103,3 +103,39 @@ def test_version_is_the_same_everywhere():
     places = {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}", "CHANGELOG.md": "## {} - "}
     for name, text in places.items():
         assert text.format(demopt.__version__) in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+OF_TORCH = ("environment variable RANK", "TCP client failed", "Failed to recv", "EADDRINUSE", "Address already in use")
+
+
+def _literals() -> str:
+    """All texts of the code; what an f-string fills in is a gap."""
+    found = []
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+FILLED = re.compile(
+    r"\.{3}|\brank \d \(host \w\)|\brank \d|\d[\d.,]*|'[^']*'|\ba LocalDeMo\b|AdamW|with DeMoCallback"
+    r"|if the run|\w+\(\), and"
+)
+LITERALS = _literals().replace("`", "")
+ROWS = re.findall(r"^\| (.*?) \|", ERRORS, re.MULTILINE)
+QUOTED = [quote for row in ROWS for quote in re.findall(r"`([^`]+)`", row) if not quote.startswith(OF_TORCH)]
+
+
+@pytest.mark.parametrize("quote", [each for each in QUOTED if " " in each])
+def test_error_is_worded_as_on_its_page(quote):
+    """Word by word, between the parts that a run fills in: numbers, names, hosts."""
+    words = re.sub(r"^\w*(Error|Warning): (run is)?|`", "", quote)
+    known = [piece.strip(" :(),;") for piece in FILLED.split(words)]
+    assert any(known)
+    for piece in known:
+        assert piece in LITERALS, piece

@@ -115,9 +115,7 @@ def _corrupted(exchange: Exchange, route: str, bad_rank: int, place: int) -> tup
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize(("route", "place"), [("gather", 0), ("owner", 1), ("owner", 0)])
-def test_corrupted_bytes_are_refused_where_they_arrive_and_by_all_if_they_are_parts_and_resync_repairs(
-    route, place, bad_rank
-):
+def test_corrupted_bytes_are_refused_where_they_arrive_parts_by_all_and_resync_repairs(route, place, bad_rank):
     parts = route == "owner" and place == 0
     (first, marks), *others = ranks.threads(_corrupted, 3, route, bad_rank, place)
     for error in [first, *(error for error, _ in others if parts)]:

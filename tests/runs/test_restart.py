@@ -273,9 +273,7 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store):
 
 
 @pytest.mark.parametrize(("fails", "resumes"), [("hello", True), ("hello", False), ("load", False)])
-def test_join_that_an_outage_ended_may_come_again_and_without_the_weights_its_state_is_not_of_the_run(
-    store, fails, resumes
-):
+def test_join_that_an_outage_ended_may_come_again_and_is_of_no_run_without_its_weights(store, fails, resumes):
     first = Worker(store, 0)
     first.round(2)
     again = Worker(store, 1, state=first.optimizer.own_state_dict() if resumes else None)
