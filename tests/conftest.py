@@ -13,9 +13,9 @@ from demopt import cli
 from demopt.kernels import gate
 
 # Started in the background, or by nohup, this process ignores signals, and so would all that it starts.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, usual)
+        signal.signal(number, default)
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -25,9 +25,8 @@ hypothesis.settings.register_profile(
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile(
-    "nightly", hypothesis.settings.get_profile("demopt"), max_examples=5000, derandomize=False
-)
+usual = hypothesis.settings.get_profile("demopt")
+hypothesis.settings.register_profile("nightly", usual, max_examples=5000, derandomize=False)
 hypothesis.settings.load_profile("demopt")  # make nightly: --hypothesis-profile=nightly
 
 

@@ -23,9 +23,7 @@ class Oracle:
     gradient.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], world_size: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11
-    ) -> None:
+    def __init__(self, groups: list[Any], world_size: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11):
         self.groups: list[dict[str, Any]] = []
         self.zero, self.dtype = zero, dtype
         self.parameters: list[Tensor] = []

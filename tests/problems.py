@@ -18,6 +18,8 @@ from demopt.core.chunking import Chunking
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import Exchange, Meter, SingleRank
 
+Shapes = Sequence[Sequence[int]]
+Hook = Callable[[int], object]  # it gets the number of a step
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
     *((), (1,), (7,), (50,), (0,), (16, 16), (33, 5), (47, 31)),
@@ -93,30 +95,22 @@ def draw(shape: Sequence[int], *seeds: int, dtype: torch.dtype = torch.float32) 
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-def parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
+def parameters(shapes: Shapes, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
     """The same initial parameters on every rank."""
     return [Parameter(draw(shape, seed, index, dtype=dtype)) for index, shape in enumerate(shapes)]
 
 
-def demo(
-    exchange: Any = None,
-    shapes: Sequence[Sequence[int]] = FEW,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **more: Any,
-) -> DeMo:
+def demo(exchange: Any = None, shapes: Shapes = FEW, dtype: Any = torch.float32, seed: int = 0, **more: Any) -> DeMo:
     """DeMo with small chunks over the same initial parameters on every rank."""
     return DeMo(parameters(shapes, dtype, seed), process_group=exchange, **{**SMALL, **more})
 
 
-def local(
-    exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, inner: Callable[..., Any] = SGD, **settings: Any
-) -> LocalDeMo:
+def local(exchange: Any = None, shapes: Shapes = FEW, inner: Any = SGD, **settings: Any) -> LocalDeMo:
     """LocalDeMo with small chunks and a round after every step, over the same initial parameters on every rank."""
     return LocalDeMo(inner(parameters(shapes)), process_group=exchange, **{"sync_every": 1, "chunk": 16, **settings})
 
 
-def two_way(exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, **settings: Any) -> LocalDeMo:
+def two_way(exchange: Any = None, shapes: Shapes = FEW, **settings: Any) -> LocalDeMo:
     """`local` on route owner, which may be saved between two rounds."""
     optimizer = local(exchange, shapes, **{"route": "owner", **settings})
     optimizer.warns_of_saving = False
@@ -142,9 +136,7 @@ def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int)
     return [[draw(p.shape, 9, step, rank, n, dtype=p.dtype) for n, p in numbered] for rank in range(world_size)]
 
 
-def fingerprints(
-    optimizer: Any, steps: Iterable[int], rank: int = 0, before_step: Callable[[int], None] = lambda _: None
-) -> list[int]:
+def fingerprints(optimizer: Any, steps: Iterable[int], rank: int = 0, before_step: Hook = lambda _: None) -> list[int]:
     """Sets gradients and steps, for each number in `steps`; the fingerprint after each."""
     found = []
     for step in steps:
@@ -171,12 +163,7 @@ def refusal(optimizer: DeMo | LocalDeMo, step: int = 0, rank: int = 0) -> Any:
     return None
 
 
-def train(
-    optimizer: DeMo | LocalDeMo,
-    steps: Iterable[int],
-    rank: int = 0,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> History:
+def train(optimizer: Any, steps: Iterable[int], rank: int = 0, before_step: Hook = lambda _: None) -> History:
     """As `fingerprints`; also what the rest is at the end."""
     marks = fingerprints(optimizer, steps, rank, before_step)
     return History(marks, optimizer.fingerprint(state=True), values(optimizer), momenta(optimizer))

@@ -194,16 +194,13 @@ def _pickled(outcome: Outcome) -> bytes:
         data = pickle.dumps(outcome)
         pickle.loads(data)
     except Exception:  # an error or a value that does not travel: its text does
-        text = f"{type(outcome.error or outcome.value).__name__}: {outcome.error}"
-        return pickle.dumps(
-            Outcome(error=RuntimeError(f"cannot be pickled: {text}"), trace=outcome.trace, at=outcome.at)
-        )
+        name = type(outcome.error or outcome.value).__name__
+        error = RuntimeError(f"cannot be pickled: {name}: {outcome.error}")
+        return pickle.dumps(Outcome(error=error, trace=outcome.trace, at=outcome.at))
     return data
 
 
-def _run(
-    group: list[Any], function: Callable[..., Any], rank: int, world_size: int, file: str, args: tuple[Any, ...]
-) -> Any:
+def _run(group: list[Any], function: Callable[..., Any], rank: int, world_size: int, file: str, args: Any) -> Any:
     """Returns what the job's function returns; leaves the process group in `group`."""
     store = dist.FileStore(file, world_size)
     timeout = timedelta(seconds=GLOO_SECONDS)

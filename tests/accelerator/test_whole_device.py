@@ -123,9 +123,7 @@ def _waits(rank: int, world_size: int, name: str) -> list[int]:
             combine(threads)
 
     def work(exchange: Exchange) -> int:
-        params = [
-            nn.Parameter(each.detach().to("toy")) for each in problems.parameters([(96, 64), (64, 64), (64, 200)])
-        ]
+        params = [nn.Parameter(p.detach().to("toy")) for p in problems.parameters([(96, 64), (64, 64), (64, 200)])]
         kind, _, more = name.partition(" ")
         if kind == "DeMo":
             optimizer = demopt.DeMo(params, update=more or "signum", process_group=exchange)

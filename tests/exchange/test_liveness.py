@@ -113,7 +113,7 @@ def test_rank_lost_during_ddp_backward_is_named():
     assert zero.value[1] == "RuntimeError"
 
 
-WAITS = Answer(5, True)
+WAITS, LATE = Answer(5, True), Answer(4, False)
 NAMES = {rank: f"rank {rank} (host m{rank})" for rank in range(4)}
 
 
@@ -123,10 +123,7 @@ NAMES = {rank: f"rank {rank} (host m{rank})" for rank in range(4)}
         ({0: WAITS, 1: WAITS, 3: WAITS}, "no answer from rank 2 (host m2) of 4"),
         ({0: WAITS, 1: WAITS}, "no answer from rank 2 (host m2), rank 3 (host m3) of 4"),
         ({0: WAITS}, "no rank answers rank 0 (host m0): the network of this machine is down, or all 3"),
-        (
-            {0: WAITS, 1: WAITS, 2: Answer(4, False), 3: Answer(6, True)},
-            "rank 2 (host m2) of 4 is alive, but has not come",
-        ),
+        ({0: WAITS, 1: WAITS, 2: LATE, 3: Answer(6, True)}, "rank 2 (host m2) of 4 is alive, but has not come"),
         # Rank 3 has left the exchange in which the others still wait: that is nobody's fault.
         ({0: WAITS, 1: WAITS, 2: WAITS, 3: Answer(6, False)}, "exchange among 4 ranks failed, and all of them answer"),
     ],

@@ -28,9 +28,7 @@ LR: dict[str, float] = {"Prodigy": 1.0}
 #: By module and class, how it is built where `(parameters, lr=)` does not do.
 SPECIAL: dict[str, Callable[[Any, Any], Any]] = {
     "torch.optim.Muon": lambda kind, model: kind([model[0].weight, model[2].weight], lr=1e-2),
-    "pytorch_optimizer.Muon": lambda kind, model: kind(
-        [{"params": list(model.parameters()), "use_muon": False}], lr=1e-2
-    ),
+    "pytorch_optimizer.Muon": lambda kind, model: kind([{"params": [*model.parameters()], "use_muon": False}], lr=1e-2),
     "pytorch_optimizer.Lookahead": lambda kind, model: kind(torch.optim.SGD(model.parameters(), lr=1e-2)),
     "pytorch_optimizer.SAM": lambda kind, model: kind(model.parameters(), torch.optim.SGD, lr=1e-2, momentum=0.9),
     "pytorch_optimizer.Ranger21": lambda kind, model: kind(model.parameters(), num_iterations=100, lr=1e-2),

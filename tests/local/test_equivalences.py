@@ -89,9 +89,7 @@ class Published:
         return [weight.detach().clone() for weight in self.weights]
 
 
-def _assert_equal(
-    expected: list[list[Tensor]], inner: Inner, settings: dict[str, Any], every: int = H, shapes: Any = SHAPES
-) -> None:
+def _assert_equal(expected: list[list[Tensor]], inner: Inner, settings: Any, every: int = H, shapes: Any = SHAPES):
     moved = expected[-1][0] - problems.parameters(shapes, dtype=torch.float64)[0].detach()
     assert moved.abs().max() > 0.01
     for rounds in ranks.threads(_with_demopt, W, inner, shapes, every, settings):

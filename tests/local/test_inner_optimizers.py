@@ -106,10 +106,7 @@ class OtherState(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("inner", "told"),
     [
-        (
-            lambda p: Lookahead(p, lazily=False),
-            r"Lookahead keeps a second copy of the weights \(its state 'slow'\), whi",
-        ),
+        (lambda p: Lookahead(p, lazily=False), r"Lookahead keeps a second copy of the weights \(its state 'slow'\)"),
         (TwoViews, r"inner is a TwoViews, whose train\(\) and eval\(\) switch .*schedule-free"),
         (OtherState, "inner is a OtherState, whose state_dict has mine, base and no state by"),
     ],

@@ -23,9 +23,7 @@ MOST_CHUNKS = 90
 
 flat_shapes = st.lists(st.sampled_from(SIDES), min_size=1, max_size=2)
 deep_shapes = st.lists(st.sampled_from([0, *SIDES[:6]]), max_size=5)
-shapes = (
-    st.one_of(flat_shapes, flat_shapes, deep_shapes).map(tuple).filter(lambda shape: math.prod(shape) <= MOST_ELEMENTS)
-)
+shapes = st.one_of(flat_shapes, flat_shapes, deep_shapes).map(tuple).filter(lambda s: math.prod(s) <= MOST_ELEMENTS)
 
 
 def _weak(draw: st.DrawFn, chunk: int) -> int:

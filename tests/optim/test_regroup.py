@@ -144,9 +144,7 @@ def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_eac
 
     def work(exchange: Exchange) -> list[int]:
         both = [problems.local(exchange, [shape], sync_every=2, delay=1) for shape in ((32, 16), (20,))]
-        marks = [
-            mark for step in range(6) for each in both for mark in problems.fingerprints(each, [step], exchange.rank)
-        ]
+        marks = [m for step in range(6) for each in both for m in problems.fingerprints(each, [step], exchange.rank)]
         for each in both:
             each.flush()
         return [*marks, *(each.fingerprint() for each in both)]

@@ -37,9 +37,7 @@ def make(update: str, exchange: Exchange, eps: float = 1e-3, **more: Any) -> DeM
 def test_update_rule_on_integers_matches_oracle_within_rounding(update, values, exact):
     """8-bit bases and 11-bit operands: the update of float32 parameters to about a hundredth of its size."""
     more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum_decay": 0.5}
-    found = ranks.threads(
-        lambda exchange: problems.train(make(update, exchange, **more), range(STEPS), exchange.rank), 3
-    )
+    found = ranks.threads(lambda each: problems.train(make(update, each, **more), range(STEPS), each.rank), 3)
     problems.assert_replicas(found)
     group = make(update, SingleRank(), **more).param_groups
     truth = oracle.Oracle(group, 3, zero=0.02)

@@ -37,8 +37,6 @@ def local_round(
     """
     as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, "alpha": 1.0, "gradient_scale": "sum"}
     as_demo |= {"chunking": "padded", "update": "sgd", "weight_decay": 0.0, "maximize": False}
-    pseudo_gradients = [
-        [start - local for start, local in zip(global_weights, of_rank, strict=True)] for of_rank in local_weights
-    ]
+    pseudo_gradients = [[start - end for start, end in zip(global_weights, own, strict=True)] for own in local_weights]
     step = reference_step(global_weights, pseudo_gradients, errors, as_demo)
     return step.parameters, [[settings["error_decay"] * error for error in of_rank] for of_rank in step.momenta]

@@ -33,9 +33,8 @@ print(shutil.which("cc"), library() is not None, chunk_group.kernel is not None,
 
 def succeed(command: list[str], folder: Path, path: str) -> subprocess.CompletedProcess[str]:
     """Runs a command that sees no other programs than those on this PATH, and nothing of this environment."""
-    done = subprocess.run(
-        command, cwd=folder, env={"PATH": path, "HOME": str(folder)}, capture_output=True, text=True, timeout=300
-    )
+    env = {"PATH": path, "HOME": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done
 

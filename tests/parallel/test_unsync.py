@@ -164,12 +164,10 @@ def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
 
 
 REFUSED = "the model went through replicate(), which only synchronises; leave that call out"
-HOOKED = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
+HOOK = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOKED)]
-)
+@pytest.mark.parametrize(("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOK)])
 def test_unsync_refuses_what_it_cannot_change(kind, says):
     """Of replicate, before anything has changed."""
     ((text, untouched),) = ranks.run(_refused, 1, kind)

@@ -1,5 +1,7 @@
 """A NaN or Inf gradient on one rank: all ranks skip together, none is poisoned; the same with GradScaler."""
 
+from math import inf, nan
+
 import pytest
 import torch
 
@@ -45,12 +47,7 @@ def _with_bad_gradient(
 )
 @pytest.mark.parametrize(
     ("world_size", "bad_ranks", "bad_step", "bad"),
-    [
-        (1, {0}, 1, float("-inf")),
-        (3, {2}, 0, float("nan")),
-        (3, {0, 1}, 2, float("inf")),
-        (3, {0, 1, 2}, 0, float("-inf")),
-    ],
+    [(1, {0}, 1, -inf), (3, {2}, 0, nan), (3, {0, 1}, 2, inf), (3, {0, 1, 2}, 0, -inf)],
     ids=str,
 )
 def test_nonfinite_gradient_skips_on_all_ranks(settings, world_size, bad_ranks, bad_step, bad):
@@ -80,7 +77,7 @@ def test_nonfinite_gradient_of_frozen_parameter_is_ignored():
     optimizer = problems.demo()
     parameters = problems.all_parameters(optimizer)
     problems.set_gradients(parameters, 0)
-    parameters[0].grad.fill_(float("nan"))
+    parameters[0].grad.fill_(nan)
     parameters[0].requires_grad_(False)
     optimizer.step()
     assert not optimizer.stats.skipped
@@ -112,12 +109,10 @@ def _scaled(
     fingerprints, skipped, scales = [], [], []
     for step in range(5):
         optimizer.zero_grad()
-        products = [
-            (p * problems.draw(p.shape, 9, step, rank, i, dtype=p.dtype)).sum() for i, p in enumerate(parameters)
-        ]
-        scaler.scale(torch.stack(products).sum()).backward()
+        gradients = problems.gradients_of_ranks(parameters, step, world_size)[rank]
+        scaler.scale(sum((p * g).sum() for p, g in zip(parameters, gradients, strict=True))).backward()
         if step == bad_step and rank == 1 and parameters[1].grad is not None:
-            parameters[1].grad[0, 0] = float("inf")
+            parameters[1].grad[0, 0] = inf
         if mode == "unscale first":
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, 1e9)

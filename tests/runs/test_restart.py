@@ -3,7 +3,7 @@
 import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -224,33 +224,24 @@ BEGUN = "has rounds of a run whose object run is gone"
     ],
     ids=str,
 )
-def test_object_that_is_gone_is_named_where_it_is_needed(
-    gone, running, joining, observing, replaying, status, monkeypatch
-):
+@patch("demopt.runs.replay.FolderExchange", functools.partial(FolderExchange, patience=0.0))
+def test_object_that_is_gone_is_named_where_it_is_needed(gone, running, joining, observing, replaying, status):
     """By a worker, a joiner, an observer (export), the replay, and the status; None: it goes on."""
-    monkeypatch.setattr("demopt.runs.replay.FolderExchange", functools.partial(FolderExchange, patience=0.0))
     store = ObjectStore()
     first, joiner, observer = (Worker(store, seed, checkpoint_every=2, keep_log=True) for seed in range(3))
     first.round(4)
     record, digest = first.run.record, first.digest
     store.delete(log.checkpoint_name(record, 0) if name == "start" else name for name in gone)
     assert status_of(store, record, "here")["round"] == status
-    for call, told in (
-        (lambda: replayed(store)[-1], replaying),
-        (lambda: (observer.optimizer.observe(), observer.digest)[1], observing),
-        (lambda: joiner.join().digest, joining),
+    for call, expected, told in (
+        (lambda: replayed(store)[-1], digest, replaying),
+        (lambda: (observer.optimizer.observe(), observer.digest)[1], digest, observing),
+        (lambda: joiner.join().digest, digest, joining),
+        (lambda: (first.round(), first.rounds)[1], 5, running),
     ):
-        if told is None:
-            assert call() == digest
-        else:
-            with pytest.raises(DemoptError, match=told):
-                call()
-    if running is None:
-        first.round()
-        assert first.rounds == 5
-    else:
-        with pytest.raises(ExchangeError, match=running):
-            first.round()
+        error = ExchangeError if told is running else DemoptError
+        with nullcontext() if told is None else pytest.raises(error, match=told):
+            assert call() == expected
 
 
 def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store):

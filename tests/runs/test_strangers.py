@@ -144,9 +144,7 @@ def test_security_joining_deletes_nothing(edited, text, tmp_path, command):
     ],
     ids=str,
 )
-def test_security_joining_a_strangers_run_runs_no_code_and_ends_in_one_line(
-    change, says, edited, text, tmp_path, command
-):
+def test_security_joining_strangers_runs_no_code_and_ends_in_one_line(change, says, edited, text, tmp_path, command):
     """CODE: a folder whose tokenizer is a program."""
     code = tmp_path / "code"
     code.mkdir()

@@ -310,10 +310,8 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert told.startswith("stopped: run ")
     assert re.search(r"last round .* ago", told)
     assert "awaited" not in told
-    assert (
-        machines.told("stop")
-        == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
-    )
+    told = machines.told("stop")
+    assert told == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
     (machines.allowed / GONE).touch()
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")

@@ -25,9 +25,7 @@ EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, 
 class Worker:
     """A worker with a small model and gradients of its own."""
 
-    def __init__(
-        self, store: Any, seed: int, late: float = 0.0, group: Any = None, state: Any = None, **settings: Any
-    ) -> None:
+    def __init__(self, store: Any, seed: int, late: float = 0.0, group: Any = None, state: Any = None, **settings: Any):
         torch.manual_seed(settings.pop("weights", seed))
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 3))
         options = {name: settings.pop(name) for name in ("keep_log", "checkpoint_every", "key") if name in settings}

@@ -112,9 +112,7 @@ def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
 EMPTY = '{"step": 3, "fingerprint": "", "settings": [], "tokens": 0}'
 
 
-@pytest.mark.parametrize(
-    "broken", ["{", "[1]", '{"step": 3}', "\xff", EMPTY, EMPTY.replace("3", "1e999"), "[" * 100000]
-)
+@pytest.mark.parametrize("broken", ["{", "[1]", '{"step": 3}', "\xff", EMPTY, EMPTY.replace("3", "1e999"), "[" * 99999])
 def test_damaged_record_is_refused_in_one_line(tmp_path, finished, broken):
     newest = checkpoint.newest(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
     (newest / "run.json").write_text(broken, encoding="latin-1")

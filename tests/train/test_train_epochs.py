@@ -62,12 +62,9 @@ def test_every_sequence_is_read_once_per_epoch_by_ranks_whose_number_changes(dra
 
 
 def test_sequences_touch_and_an_epoch_has_an_order_of_its_own():
-    tokens = _corpus(30).train
+    tokens, single = _corpus(30).train, replace(CONFIG, batch=1)
     assert sequences(tokens, CONFIG) == 30
-    orders = [
-        [int(part[0][0]) for part in numbered(tokens, replace(CONFIG, batch=1), range(30 * e, 30 * e + 30))]
-        for e in range(2)
-    ]
+    orders = [[int(part[0][0]) for part in numbered(tokens, single, range(at, at + 30))] for at in (0, 30)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(0, 240, 8))
     assert orders[0] != orders[1]
     (nothing,) = numbered(tokens, CONFIG, [])
