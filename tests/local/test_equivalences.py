@@ -76,10 +76,7 @@ class Published:
 
     def pseudo_gradients(self) -> list[list[Tensor]]:
         """[P][W]: the common weights minus those of each rank."""
-        return [
-            [weight.detach() - parameters[number].detach() for parameters in self.local]
-            for number, weight in enumerate(self.weights)
-        ]
+        return [[weight.detach() - own[n].detach() for own in self.local] for n, weight in enumerate(self.weights)]
 
     def distribute(self) -> list[Tensor]:
         """Gives all ranks the common weights; returns a copy of them."""

@@ -128,11 +128,8 @@ def test_mistake_is_told_in_one_line(command, flags, told):
 
 
 def plan_of(model: Model, *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:
-    configs = [
-        resolve(TrainConfig(optimizer=optimizer, **settings))
-        for optimizer, settings in (("demo", demo or {"update": "signum"}), ("local", local))
-    ]
-    return make_plan(model, *configs, workers=workers)
+    configs = TrainConfig(optimizer="demo", **(demo or {"update": "signum"})), TrainConfig(optimizer="local", **local)
+    return make_plan(model, *map(resolve, configs), workers=workers)
 
 
 def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, int]:

@@ -81,14 +81,12 @@ def test_schedulers_that_cycle_momentum_change_that_of_an_inner_optimizer_and_fi
 def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones():
     numpy = pytest.importorskip("numpy")
     whole, real = numpy.int64, numpy.float32
-    parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(
-        parameters, lr=real(0.25), top_k=whole(24), fingerprint_every=whole(2), codec=Codec(chunk=whole(16))
-    )
-    problems.set_gradients(parameters, 0)
+    few, codec = problems.parameters(problems.FEW), Codec(chunk=whole(16))
+    optimizer = DeMo(few, lr=real(0.25), top_k=whole(24), fingerprint_every=whole(2), codec=codec)
+    problems.set_gradients(few, 0)
     optimizer.step()
     assert problems.by_file(optimizer.state_dict())["param_groups"][0]["lr"] == 0.25
-    inner = torch.optim.SGD(parameters, lr=0.1)
+    inner = torch.optim.SGD(few, lr=0.1)
     local = LocalDeMo(inner, sync_every=whole(1), delay=whole(1), samples=whole(3), outer_lr=real(0.5))
     local.step()
     local.flush()

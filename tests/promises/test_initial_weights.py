@@ -1,16 +1,21 @@
-"""Different initial weights are broadcast from rank 0, with a warning."""
+"""Ranks begin with the weights of rank 0, with a warning where they differ.
 
-from collections.abc import Callable
+Parameters in another order on one rank are refused before weights are copied; other names or seeds are not.
+"""
+
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 import problems
 import ranks
+from demopt import DeMo, FolderExchange, LocalDeMo, SettingsError
 from demopt.exchange import Exchange
+from demopt.runs.store import ObjectStore
 
 Differ = Callable[[list[Tensor]], object]
 #: By the ranks that the warning names: the rank whose weights differ, and how.
@@ -27,7 +32,7 @@ def _train(rank: int, world_size: int, kind: str, case: str) -> tuple[Any, ...]:
     parameters = problems.parameters([*problems.FEW, (0,)], torch.bfloat16)
     parameters[2].requires_grad_(False)
     parameters[0].data.view(-1)[0] = 0.0
-    parameters[1] = Parameter(parameters[1].detach().t().contiguous().t())  # not contiguous
+    parameters[1] = nn.Parameter(parameters[1].detach().t().contiguous().t())  # not contiguous
     _, odd, differ = CASES[case]
     if rank == odd:
         differ([parameter.data for parameter in parameters])
@@ -56,8 +61,133 @@ def test_added_parameters_with_other_values_become_those_of_rank_0():
     def added(exchange: Exchange) -> list[int]:
         optimizer = problems.demo(exchange)
         problems.train(optimizer, range(1), exchange.rank)
-        optimizer.add_param_group({"params": [Parameter(torch.full((3,), float(exchange.rank)))]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.full((3,), float(exchange.rank)))]})
         return problems.train(optimizer, range(1, 3), exchange.rank).fingerprints
 
     first, second = ranks.threads(added, 2)
     assert first == second
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8).requires_grad_(False))
+
+
+def plain(model: nn.Module) -> list[Any]:
+    return list(model.parameters())
+
+
+def named(model: nn.Module) -> list[Any]:
+    return list(model.named_parameters())
+
+
+def wrapped(model: nn.Module) -> list[Any]:
+    prefix = "module._orig_mod._fsdp_wrapped_module."
+    return [(prefix + name.replace(".", "._checkpoint_wrapped_module.", 1), p) for name, p in named(model)]
+
+
+def swapped(given: list[Any], first: int = 0, second: int = 4) -> list[Any]:
+    """Two layers swapped: the default is the weights of two matrices."""
+    given[first], given[second] = given[second], given[first]
+    return given
+
+
+def trained_in_part() -> list[Any]:
+    model = model_of()
+    with torch.no_grad():
+        model[0][1].weight.mul_(1.5)  # ones here become ones of rank 0 elsewhere
+        model[1][0].weight.copy_(model[2][0].weight)  # a copy: the other one is in its place
+    return plain(model)
+
+
+def told(kind: str, lists: Sequence[list[Any]]) -> list[str]:
+    """What each rank is told in its first step; the weights are unchanged if that is an error."""
+
+    def work(exchange: Exchange) -> str:
+        optimizer = problems.optimizer_of(kind, lists[exchange.rank], process_group=exchange)
+        return str(problems.refusal(optimizer, rank=exchange.rank) or "")
+
+    return ranks.threads(work, 2)
+
+
+BY_NAME = "rank 1 has parameter 0 '1.0.weight' where rank 0 has it at place 4: give the param"
+BY_VALUES = "rank 1 has parameter .* where rank 0 has it at place"
+#: How rank 0 gives its parameters, those of rank 1, and what both are told.
+PAIRS: dict[str, tuple[Callable[[nn.Module], list[Any]], Callable[[], list[Any]], str]] = {
+    "names, other weights": (named, lambda: swapped(named(model_of(1))), BY_NAME),
+    "names with wrappers": (named, lambda: swapped(wrapped(model_of())), BY_NAME),
+    "matrices": (plain, lambda: swapped(plain(model_of())), BY_VALUES),
+    "a norm's ones and zeros": (plain, lambda: swapped(plain(model_of()), 2, 3), BY_VALUES),
+    "frozen matrices": (plain, lambda: swapped(plain(model_of()), 12, 14), BY_VALUES),
+    "wrappers alone": (named, lambda: wrapped(model_of()), ""),
+    "names of one rank alone": (named, lambda: plain(model_of()), ""),
+    "another seed": (plain, lambda: plain(model_of(1)), ""),
+    "partly other weights": (plain, trained_in_part, ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_rank(pair, kind):
+    give, other, said = PAIRS[pair]
+    found = told(kind, (give(model_of()), other()))
+    if said:
+        assert all(re.match(said, each) for each in found)
+    else:
+        assert found == told(kind, (other(), give(model_of()))) == ["", ""]
+
+
+@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind, dtype):
+    def given(seed: int) -> list[Any]:
+        frozen = (torch.arange(12).view(3, 4) % (2 + seed)).to(dtype)
+        return [*plain(model_of()), nn.Parameter(frozen, requires_grad=False)]
+
+    first, second = given(0), given(1)
+    assert told(kind, [first, second]) == ["", ""]
+    assert torch.equal(first[-1].view(torch.uint8), second[-1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("shapes", [[(3, 5)], [(3, 4), (2,)], []], ids=str)
+def test_frozen_parameters_that_only_one_rank_has_are_named(shapes):
+    def given(shapes: list[tuple[int, ...]]) -> list[Any]:
+        return [*plain(model_of()), *(nn.Parameter(torch.ones(each), requires_grad=False) for each in shapes)]
+
+    assert all("rank 1 has frozen parameter" in each for each in told("LocalDeMo", [given([(3, 4)]), given(shapes)]))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who):
+    def work(exchange: Exchange) -> str:
+        parameters = problems.parameters([(8, 8), (8,), (8, 8)])
+        optimizer = DeMo(parameters, process_group=exchange)
+        problems.train(optimizer, range(2), exchange.rank)
+        if exchange.rank == who:
+            swapped(optimizer.param_groups[0]["params"], 0, 2)
+        return str(problems.refusal(optimizer, 2, exchange.rank))
+
+    for found in ranks.threads(work, 2):
+        assert found.startswith("rank 1 has parameter 0 where rank 0 has it at place 2: give the parameters")
+
+
+@pytest.mark.parametrize("given", [plain, named])
+def test_worker_of_a_folder_with_another_order_does_not_join(given):
+    store = ObjectStore()
+
+    def worker(of: list[Any]) -> LocalDeMo:
+        run = FolderExchange(store, late=0.0, patience=0.0)
+        optimizer = problems.optimizer_of("LocalDeMo", of, process_group=run)
+        assert isinstance(optimizer, LocalDeMo)
+        optimizer.join()
+        return optimizer
+
+    first = worker(given(model_of()))
+    model, other = model_of(), model_of()
+    with pytest.raises(SettingsError, match=r"-[0-9a-f]{8} has parameter 0.* where the run in .* has it at place 4"):
+        worker(swapped(given(other)))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert worker(plain(model_of(3))).fingerprint() == first.fingerprint()

@@ -1,6 +1,7 @@
 """A NaN or Inf gradient on one rank: all ranks skip together, none is poisoned; the same with GradScaler."""
 
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,7 @@ from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Exchange
 
 
-def _with_bad_gradient(
-    rank: int, world_size: int, settings: dict[str, str], bad_ranks: set[int], bad_step: int, bad: float
-) -> list[problems.History]:
+def _with_bad_gradient(rank: int, world_size: int, settings: Any, bad_ranks: set[int], bad_step: int, bad: float):
     """The history of each step."""
     optimizer = problems.demo(weight_decay=0.1, **settings)
     weights_and_rules = optimizer.replicator.wiring().replicated_tensors
@@ -39,10 +38,7 @@ def _with_bad_gradient(
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        *({"values": values} for values in ("float32", "2-bit")),
-        *({"update": update, "values": "sign"} for update in ("sgd", "adamw", "lion")),
-    ],
+    [{"values": "float32"}, {"values": "2-bit"}, *({"update": u, "values": "sign"} for u in ("sgd", "adamw", "lion"))],
     ids=str,
 )
 @pytest.mark.parametrize(

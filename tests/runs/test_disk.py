@@ -118,14 +118,9 @@ def test_folder_that_is_gone_or_another_is_not_written_and_comes_back(run, tmp_p
     place, away = tmp_path / "run", tmp_path / "away"
     run.put_if_absent("run", b"this run")
     place.rename(away)
-    for call in (
-        lambda: run.get("a", 9),
-        lambda: run.put_if_absent("a", b"x"),
-        lambda: run.list("."),
-        lambda: run.delete(["a"]),
-    ):
+    for call, *given in ((run.get, "a", 9), (run.put_if_absent, "a", b"x"), (run.list, "."), (run.delete, ["a"])):
         with pytest.raises(StoreError, match=r"the folder of the run is gone; is its disk mounted\? \(No such file"):
-            call()
+            call(*given)
     assert not place.exists()
     place.mkdir()  # an empty mount point
     with pytest.raises(StoreError, match=r"is its disk mounted\? \(another folder is in its place"):

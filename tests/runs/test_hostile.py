@@ -135,10 +135,8 @@ def test_hellos_are_read_few_at_a_look():
 
 def test_manifest_is_bounded_and_strangers_are_no_members():
     """A refused message makes nobody a member, so nobody is waited for because of it."""
-    many = {
-        f"w-{number:05d}": (dataclasses.replace(MESSAGE, worker=f"w-{number:05d}", note="x" * 3000), "00" * 16)
-        for number in range(3000)
-    }
+    names = [f"w-{number:05d}" for number in range(3000)]
+    many = {name: (dataclasses.replace(MESSAGE, worker=name, note="x" * 3000), "00" * 16) for name in names}
     refused = {f"ghost-{number}": "\x1b[2J" * 1000 for number in range(3000)}
     before = dataclasses.replace(MANIFEST, members={"w-02999": 1, "w-02998": 0})
     hellos = {f"hello-{number}": 1.0 for number in range(30_000)}
