@@ -76,14 +76,10 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | N
 
 def code_of(call: Callable[[], object]) -> int:
     """The exit code of a process that is forked from this one and makes a call: 1 if that raises."""
-    child, code = os.fork(), 1
-    if child == 0:
-        try:
-            call()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    child = multiprocessing.get_context("fork").Process(target=call)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def free_port() -> int:

@@ -7,7 +7,10 @@ import pickle
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 import forked
 from forked import LIMIT, wait_for
@@ -142,19 +145,14 @@ def steps_done(out):
 def workers_of(process):
     """Process ids of the workers by rank: the launcher's children that run the worker module."""
     found = {}
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_text()
-            settings = Path(f"/proc/{child}/environ").read_text().split("\0")
-        except OSError:
-            continue
-        if "demopt.train.worker" in command:
-            found[int(next(s for s in settings if s.startswith("RANK=")).removeprefix("RANK="))] = int(child)
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.Error):  # it has ended
+            if "demopt.train.worker" in child.cmdline():
+                found[int(child.environ()["RANK"])] = child.pid
     return found
 
 
 def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
