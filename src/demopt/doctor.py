@@ -5,8 +5,6 @@ machines run the same command. The first has the store, decides who is present, 
 measure at once.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -20,17 +18,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import demopt
 from demopt.errors import first_line
 from demopt.train.config import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 LONG_MS = 10.0  # a round trip of a long link
 PINGS = 10
@@ -231,7 +225,7 @@ def _listening(me: str) -> tuple[str, str]:
     return address, f"gloo listens on {address} on {me}: {listen_on(own)} there"
 
 
-def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
+def _wait_for(store: Any, key: str, seconds: float) -> bytes:
     try:
         store.wait([key], timedelta(seconds=seconds))
     except RuntimeError:
@@ -239,7 +233,7 @@ def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
     return bytes(store.get(key))
 
 
-def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
+def _measure(store: Any, listens: str, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
     """Measures a pair on both of its machines; returns a row for each direction."""
     import torch
     from torch._C._distributed_c10d import ProcessGroupGloo
@@ -297,6 +291,6 @@ def _bits_per_second(pg: Any, sender: int) -> float:
         size *= 2
 
 
-def _pass(pg: Any, data: Tensor, sender: int) -> None:
+def _pass(pg: Any, data: Any, sender: int) -> None:
     call = pg.send if pg.rank() == sender else pg.recv
     call([data], 1 - pg.rank(), 0).wait()

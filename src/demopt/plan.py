@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -24,9 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, assemble, config_of, resolve
-
-if TYPE_CHECKING:
-    from torch import nn
 
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 MUCH = 0.3  # of a step in the exchange
@@ -180,7 +177,7 @@ class Model:
     """The parameters that train, on the meta device. `parameters` is their true count, also in chunks that are full."""
 
     name: str
-    module: nn.Module
+    module: Any  # nn.Module: torch is imported when something is planned
     parameters: int
 
 

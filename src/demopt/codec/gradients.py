@@ -109,9 +109,8 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
         if not (float(low) > -_LIMIT and float(high) < _LIMIT):
             return False
     # the largest magnitude is NaN or too large exactly if some element is; one pass, and one wait per device and dtype
-    return not by_kind or all(
-        float(torch.stack(torch._foreach_norm(alike, math.inf)).max()) < _LIMIT for alike in by_kind.values()
-    )
+    largest = (torch.stack(torch._foreach_norm(alike, math.inf)).max() for alike in by_kind.values())
+    return all(float(each) < _LIMIT for each in largest)
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:

@@ -96,10 +96,7 @@ def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each.
-
-    `gradient_scale` "sum" is LocalDeMo's: see `momentum_is_error`.
-    """
+    """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each."""
 
     lr: float
     momentum_decay: float
@@ -111,7 +108,7 @@ class Hyperparameters:
     transform: str
     reduction: str
     values: str
-    gradient_scale: str
+    gradient_scale: str  # "sum" is LocalDeMo's: see `momentum_is_error`
     chunking: str
     exact: bool | None
     clip_to_median: bool

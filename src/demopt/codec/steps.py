@@ -238,10 +238,8 @@ def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float]
     wide_Crc = torch.empty_like(direction_Crc)
     block.read(tensors, wide_Crc, pair_2Crc[1])
     torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
-    spans = []
-    for piece in narrow:
-        place = piece.first * piece.of.chunking.grid[1]  # of its first chunk
-        spans.append((piece.start, piece.chunks, piece.of.number, place))
+    # each with the place of its first chunk in the parameter
+    spans = [(piece.start, piece.chunks, piece.of.number, piece.first * piece.of.chunking.grid[1]) for piece in narrow]
     to_bfloat16(direction_Crc.flatten(1), round_number, spans)
 
 

@@ -33,7 +33,6 @@ class Meter(Exchange):
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
         self.intra_node = inner.intra_node
-        self._counts = inner.is_leader
         self.calls = 0
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -71,7 +70,7 @@ class Meter(Exchange):
         self.inner.await_all(call)
 
     def _count(self, sent: int, received: int) -> None:
-        if self._counts:
+        if self.is_leader:
             self.calls += 1
             self.sent_bytes += sent
             self.received_bytes += received

@@ -193,6 +193,5 @@ def forgotten_world_size() -> int:
 
     Only rank 0 gets the number, so that one rank warns.
     """
-    if _has_group():
-        return 1
-    return int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("RANK", "0") == "0" else 1
+    tells = os.environ.get("RANK", "0") == "0" and not _has_group()
+    return int(os.environ.get("WORLD_SIZE", "1")) if tells else 1

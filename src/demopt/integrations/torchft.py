@@ -173,13 +173,11 @@ class Optimizer(torch.optim.Optimizer):
             inner.replicator.check(messages)
             exchange.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))  # now all have checked theirs
             step = self._manager.current_step()
-            agreed = self._quorum.vote()
+            if not self._quorum.vote():
+                raise ExchangeError("the manager voted against the round: too few workers")
         except BaseException:
             self._detached = inner.replicator.detach_round()
             raise
-        if not agreed:
-            self._detached = inner.replicator.detach_round()
-            raise ExchangeError("the manager voted against the round: too few workers")
         self._detached = None
         inner.apply(messages)
         self._counted |= dict.fromkeys(self._names, step)
@@ -217,7 +215,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise ExchangeError("weights differ after a worker took those of another")
         self._names = [worker.name for worker in workers]
         self.inner.regroup(self._quorum.exchange())
-        self._quorum.now_met()
+        self._quorum.met = True
         if self._detached is None and any(worker.has_message for worker in workers):
             self.inner.zero_grad()
             self._extract()
@@ -361,16 +359,8 @@ class Quorum:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._number: int | None = None  # of the quorum whose workers have met
-
-    @property
-    def met(self) -> bool:
-        """Whether the workers of the current quorum have met."""
-        return bool(self._number == self._manager._quorum_id)
-
-    def now_met(self) -> None:
-        """Notes that they have."""
-        self._number = self._manager._quorum_id
+        self._number: int | None = None
+        self.met = False  # whether its workers have met
 
     def form(self) -> None:
         """Waits for a quorum. Raises ExchangeError if there is none, or if its workers cannot be reached."""
@@ -380,8 +370,10 @@ class Quorum:
             manager.wait_quorum()
         except Exception as error:  # the coordinator's errors are of several classes
             manager._quorum_future = None  # otherwise the next call would only raise this error again
-            self._number = None
+            self.met = False
             raise ExchangeError(f"no quorum: {first_line(error)}") from error
+        self.met = self.met and self._number == manager._quorum_id
+        self._number = manager._quorum_id
         failed = manager.errored()
         if failed is not None:
             raise ExchangeError(f"the workers of the quorum were not reached: {first_line(failed.original_exception)}")
@@ -396,10 +388,9 @@ class Quorum:
     def vote(self) -> bool:
         """Whether the round is to be applied; True moves the manager's step on."""
         try:
-            agreed: bool = self._manager.should_commit()
+            return bool(self._manager.should_commit())
         except Exception as error:
             raise ExchangeError(f"no vote: {first_line(error)}") from error
-        return agreed
 
     def refuse(self, error: Exception) -> None:
         """Votes no, so that the manager asks for a quorum with new connections; no worker waits for this one."""
@@ -410,4 +401,4 @@ class Quorum:
     def close(self) -> None:
         """Closes the connections to all workers, so that none waits for this one."""
         self._manager._pg.abort()
-        self._number = None
+        self.met = False

@@ -313,10 +313,7 @@ class Kernel:
         return found
 
     def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: tuple[float, float]) -> None:
-        """X <- decay X + factor U, or + factor sign(U), for contiguous float32 X: the bits of `exact` and `rules`.
-
-        `factors` are decay and factor.
-        """
+        """X <- decay X + factor U, or + factor sign(U), for contiguous float32 X: the bits of `exact` and `rules`."""
         received.check(self._chunks, self._length)
         for number, (matrix, parameter) in enumerate(zip(self._matrices, parameters, strict=True)):
             what = f"parameter {number}"

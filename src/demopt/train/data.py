@@ -189,8 +189,7 @@ def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
     """Returns the files of --data, each folder sorted by name: those to read, and those left out, without text."""
     if not config.data:
         return _standard_library(), []
-    read: list[Path] = []
-    left: list[Path] = []
+    read, left = list[Path](), list[Path]()
     for name in config.data:
         faults = {file: unfit(file) for file in _files(Path(name), config)}
         if all(faults.values()):

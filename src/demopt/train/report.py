@@ -31,6 +31,7 @@ DETAIL = 400  # points of a curve, at most
 TRAIN, VALIDATION, SENT, RECEIVED = "#7aa6da", "#c2410c", "#15803d", "#7e22ce"
 
 Points = list[tuple[float, float]]
+Curve = tuple[str, str, Points]  # its name and its color
 
 
 class Report(ExitStack):
@@ -181,14 +182,12 @@ def svg(rows: Sequence[Row], title: str) -> str:
     losses = (min(known), max(known))
     counts = (0.0, float(max([1, *(total for _, total in sent[-1:] + received[-1:])])))
     ticks = "".join(f"M{x:.1f} {top + HIGH}v-6" for x in rounds[:: -(-len(rounds) // DETAIL) or 1])
+    shown = [("training loss, nats", TRAIN, _thinned(train)), ("validation", VALIDATION, val)]
+    counted = [("bytes sent by one worker", SENT, _thinned(sent)), ("received", RECEIVED, _thinned(received))]
     body = [
         f'<text x="{EDGE}" y="20" font-size="14">{escape(title)}</text>',
-        *_panel(36, losses, "{:.2f}".format),
-        _curve(_thinned(train), losses, 36, TRAIN, "training loss, nats", 0),
-        _curve(val, losses, 36, VALIDATION, "validation", 1),
-        *_panel(top, counts, lambda value: decimal(round(value))),
-        _curve(_thinned(sent), counts, top, SENT, "bytes sent by one worker", 0),
-        _curve(_thinned(received), counts, top, RECEIVED, "received", 1),
+        *_panel(36, losses, "{:.2f}".format, shown),
+        *_panel(top, counts, lambda value: decimal(round(value)), counted),
         f'<path d="{ticks}" stroke="#888" fill="none"><title>{len(rounds)} rounds</title></path>',
         f'<text x="{EDGE}" y="{top + HIGH + 18}">step {first}; {len(rounds)} rounds, as ticks</text>',
         f'<text x="{EDGE + WIDE}" y="{top + HIGH + 18}" text-anchor="end">{last}</text>',
@@ -198,21 +197,19 @@ def svg(rows: Sequence[Row], title: str) -> str:
     return "\n".join([head, *body, "</svg>\n"])
 
 
-def _panel(top: float, limits: tuple[float, float], text: Callable[[float], str]) -> list[str]:
-    """Returns the frame of a panel, with its limits and its middle."""
+def _panel(top: int, limits: tuple[float, float], text: Callable[[float], str], curves: list[Curve]) -> list[str]:
+    """Returns the frame of a panel, with its limits and its middle, and the curves with their names in the corner."""
     parts = [f'<rect x="{EDGE}" y="{top}" width="{WIDE}" height="{HIGH}" fill="none" stroke="#999"/>']
+    low, span = limits[0], limits[1] - limits[0]
     for part in (0.0, 0.5, 1.0):
-        value, y = limits[0] + part * (limits[1] - limits[0]), top + HIGH * (1 - part)
-        parts.append(f'<text x="{EDGE - 6}" y="{y + 4:.0f}" text-anchor="end">{escape(text(value))}</text>')
+        y = top + HIGH * (1 - part) + 4
+        parts.append(f'<text x="{EDGE - 6}" y="{y:.0f}" text-anchor="end">{escape(text(low + part * span))}</text>')
+    for place, (name, color, points) in enumerate(curves):
+        way = " ".join(f"{x:.1f},{top + HIGH * (1 - (y - low) / (span or 1.0)):.1f}" for x, y in points)
+        parts.append(f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        y = top + 18 + 16 * place
+        parts.append(f'<text x="{EDGE + WIDE - 8}" y="{y}" text-anchor="end" fill="{color}">{name}</text>')
     return parts
-
-
-def _curve(points: Points, limits: tuple[float, float], top: float, color: str, name: str, place: int) -> str:
-    """Returns a line, and its name in the corner of the panel."""
-    span = (limits[1] - limits[0]) or 1.0
-    way = " ".join(f"{x:.1f},{top + HIGH * (1 - (y - limits[0]) / span):.1f}" for x, y in points)
-    legend = f'<text x="{EDGE + WIDE - 8}" y="{top + 18 + 16 * place}" text-anchor="end" fill="{color}">{name}</text>'
-    return f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.6"/>{legend}'
 
 
 def _thinned(points: Points) -> Points:

@@ -213,9 +213,7 @@ def local_address(towards: str) -> str:
 
 def loopback_remedy(address: str, first: str) -> str:
     """Returns the command that makes gloo listen where `first` reaches it; empty if `address` is not a loopback's."""
-    if not address.startswith("127."):
-        return ""
-    return f"{listen_on(local_address(first))} on this machine"
+    return f"{listen_on(local_address(first))} on this machine" if address.startswith("127.") else ""
 
 
 def listen_on(address: str) -> str:

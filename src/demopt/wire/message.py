@@ -75,10 +75,8 @@ def pack_message(header: Header, *parts: Tensor, size: int | None = None, device
 
     Zeros pad the body to n = `size` bytes, a multiple of 8; by default it has as many.
     """
-    here, moved, given = torch.device("cpu") if device is None else device, [], 0
-    for part in parts:
-        moved.append(part.to(here))
-        given += part.numel()
+    here = torch.device("cpu") if device is None else device
+    moved, given = [part.to(here) for part in parts], sum(part.numel() for part in parts)
     length = given if size is None else size
     fields = header.flags, header.round_number, header.rank, header.world_size, header.layout, header.settings
     packed = _HEADER.pack(MAGIC, VERSION, *fields, header.fingerprint, length, header.samples, 0)
