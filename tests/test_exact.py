@@ -26,7 +26,7 @@ def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduc
     """Of positions [W, C, K], levels [W, C, K] and codes [W, C]: the sums, and the unit of each chunk."""
     positions, levels, codes = coefficients
     pair = torch.empty(2, positions.shape[1], length)
-    return pair[0], exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair)
+    return pair[0], exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair, False, None)
 
 
 def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> np.ndarray:

@@ -5,23 +5,17 @@ Every error names the given value, the allowed ones and, for a misspelt name, th
 
 import contextlib
 import difflib
-import math
 import operator
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
 
 def check_number(
-    name: str,
-    value: Any,
-    low: float = 0.0,
-    high: float = math.inf,
-    *,
-    open_low: bool = False,
-    closed_high: bool = False,
+    name: str, value: Any, low: float = 0.0, high: float = inf, *, open_low: bool = False, closed_high: bool = False
 ) -> float:
     """Returns the value as a float; TypeError if it is not a number, ValueError if it is outside [low, high).
 

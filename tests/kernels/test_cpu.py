@@ -136,7 +136,7 @@ def test_apply_of_the_strongest_gives_the_bits_of_core(level, shape, name, world
         codes = torch.randint(1700, 2100, (world_size, chunks))
         codes[torch.rand(world_size, chunks) < 0.3] = 0
         pair = torch.empty(2, chunks, scene.length)
-        units = exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair)
+        units = exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair, False, None)
         received = received_strongest(positions.to(torch.int16), levels, codes, largest, reduction)
         scene.assert_applies(received, pair[0], units, (codes != 0).any(0))
 
@@ -176,7 +176,7 @@ def test_apply_of_signs_gives_the_bits_of_core(level, shape, name, samples):
     values = torch.randn(len(samples), chunks, scene.length) * torch.rand(len(samples), chunks, 1) ** 8
     values[:, :1] = 0
     bits, Q = _sign_bits(values), torch.empty(chunks, scene.length)
-    units = exact.aggregate_signs(bits.negative, bits.codes, weights, Q)
+    units = exact.aggregate_signs(bits.negative, bits.codes, weights, Q, False, None)
     received = received_signs(bits.signs, bits.codes, weights)
     scene.assert_applies(received, Q, units, (bits.codes != 0).any(0))
 
@@ -205,7 +205,7 @@ def test_answer_is_the_error_plus_the_mean(level, length):
     bits, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
     sums, mean = torch.empty(40, length), torch.empty(40, length)
     signs, _ = step.answer(received_signs(bits.signs, bits.codes, (1, 2, 1)), error, sums)
-    unit = exact.aggregate_signs(bits.negative, bits.codes, (1, 2, 1), mean)
+    unit = exact.aggregate_signs(bits.negative, bits.codes, (1, 2, 1), mean, False, None)
     assert torch.equal(sums, error + mean * unit.unsqueeze(1))
     assert torch.equal(signs, encode_signs(sums)[0])
 

@@ -22,7 +22,7 @@ from demopt.core.constants import constant
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
-from demopt.kernels.step import Kernel, covers
+from demopt.kernels.step import Kernel, Tensors, covers
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS
 
@@ -108,13 +108,7 @@ class Block:
         device = self.pieces[0].of.parameter.device
         return flat.to(device, torch.int32), targets[:-1].to(device, torch.int32)
 
-    def read(
-        self,
-        tensors: Sequence[Tensor | None],
-        chunks_Crc: Tensor,
-        spare_Crc: Tensor,
-        minus: Sequence[Tensor | None] | None = None,
-    ) -> None:
+    def read(self, tensors: Tensors, chunks_Crc: Tensor, spare_Crc: Tensor, minus: Tensors | None = None) -> None:
         """Fills the chunks with tensors - minus, one for each piece; None counts as zeros, and so does padding.
 
         Overwrites the spare. Differences are taken in the chunks' dtype.
@@ -138,7 +132,7 @@ class Block:
         parts = zip(self.pieces, flat.split(self._sizes), strict=True)
         return [part.view(piece.shape)[:, : piece.of.chunking.matrix[1]] for piece, part in parts]
 
-    def _join(self, tensors: Sequence[Tensor | None], out_Crc: Tensor, zeros: int = 0) -> None:
+    def _join(self, tensors: Tensors, out_Crc: Tensor, zeros: int = 0) -> None:
         """Writes the pieces' rows of the tensors end to end, and so many zeros."""
         dtype = next((tensor.dtype for tensor in tensors if tensor is not None), out_Crc.dtype)
         zero = constant((0,), dtype, out_Crc.device)
@@ -216,8 +210,8 @@ class ChunkGroup:
         key: GroupKey,
         settings: Hyperparameters,
         parameters: list[ChunkedParameter],
-        kernels: str = "auto",
-        before: "ChunkGroup | None" = None,
+        kernels: str,
+        before: "ChunkGroup | None",
     ) -> None:
         self.key = key
         self.settings = settings  # the wiring replaces it when a hyper-parameter changes
@@ -266,18 +260,15 @@ class ChunkGroup:
 
 
 def build(
-    parameters: Iterable[tuple[int, Tensor]],
-    settings: list[Hyperparameters],
-    kernels: str = "auto",
-    before: Iterable[ChunkGroup] = (),
+    numbered: Iterable[tuple[int, Tensor]], settings: list[Hyperparameters], kernels: str, before: Iterable[ChunkGroup]
 ) -> list[ChunkGroup]:
-    """Builds the chunk groups of all parameters that train, given with the number of their parameter group.
+    """Builds the chunk groups of all parameters that train, each with the number of its parameter group.
 
     Shapes and settings alone determine their order. Those of `before` with the same parameters and chunks hand over
     their buffers, so that a round that began with them can subtract from the same momentum.
     """
     by_key: dict[GroupKey, list[ChunkedParameter]] = {}
-    for number, (group, parameter) in enumerate(parameters):
+    for number, (group, parameter) in enumerate(numbered):
         if parameter.requires_grad:
             local, own = to_local(parameter), settings[group]
             cut = chunking(tuple(local.shape), own.chunk, own.chunking)

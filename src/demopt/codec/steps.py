@@ -10,8 +10,6 @@ over ranks have a fixed order, or are exact (docs/algorithm.md).
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from demopt.core.top_k import strongest
 from demopt.exchange.dtensor import to_local
 from demopt.kernels import step as kernels
 from demopt.kernels.gate import apart
+from demopt.kernels.step import Tensors
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import sign_planes
 
@@ -48,17 +47,13 @@ class Workspace:
 
 
 def compress(
-    chunk_group: ChunkGroup,
-    gradients: Sequence[Tensor | None],  # shaped like the parameters
-    unscale: float,
-    workspace: Workspace,
-    minus: Sequence[Tensor | None] | None,  # shaped like the gradients
+    chunk_group: ChunkGroup, gradients: Tensors, unscale: float, workspace: Workspace, minus: Tensors | None
 ) -> list[Tensor]:  # uint8 [bytes], or bool [bits] on an accelerator
     """Steps 1 to 4: updates the momentum, selects its strongest coefficients and encodes them as planes.
 
-    `gradients` are those of all parameters, by number; None counts as zero, so the momentum decays and is sent as usual
-    and every rank's message keeps its length. `minus` is subtracted from them. `unscale` is a factor on them, as from
-    GradScaler.
+    `gradients` are those of all parameters, by number and shaped like them; None counts as zero, so the momentum decays
+    and is sent as usual and every rank's message keeps its length. `minus`, shaped alike, is subtracted from them.
+    `unscale` is a factor on them, as from GradScaler.
     """
     settings = chunk_group.settings
     decay, scale = settings.momentum_decay, 1 - settings.momentum_decay  # b and s: a moving average (v2)
@@ -105,15 +100,15 @@ def subtract(chunk_group: ChunkGroup, Z_CN: Tensor, sent: Coefficients, alpha: f
 
 def _by_blocks(
     chunk_group: ChunkGroup,
-    gradients: Sequence[Tensor | None],
-    minus: Sequence[Tensor | None] | None,
-    factors: tuple[float, float],  # b and s
+    gradients: Tensors,
+    minus: Tensors | None,
+    factors: tuple[float, float],
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:  # [C, K] each
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
     Goes block by block, so that gradients, momentum and intermediate results stay in the cache. For signs of all
-    coefficients it returns no positions, and a view of the momentum.
+    coefficients it returns no positions, and a view of the momentum. `factors` are b and s.
     """
     everything = chunk_group.section.all_signs
     shape = (0, 0) if everything else (chunk_group.chunks, chunk_group.key.keep)
@@ -135,12 +130,7 @@ def _by_blocks(
     return positions, chunk_group.flat_momentum if everything else values
 
 
-def decompress(
-    chunk_group: ChunkGroup,
-    coefficients: Coefficients,  # [W, C, ...]
-    round_number: int,
-    workspace: Workspace,  # of [2, C, r, c] for a block
-) -> None:
+def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number: int, workspace: Workspace) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
     Goes block by block: Q and U of one block exist at a time, never of the whole model. `round_number` seeds the

@@ -56,8 +56,8 @@ def aggregate_integers(
     largest_level: int,
     reduction: str,
     pair_2CN: Tensor,
-    by_sign: bool = False,
-    top_C: Tensor | None = None,
+    by_sign: bool,
+    top_C: Tensor | None,
 ) -> Tensor | None:
     """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`.
 
@@ -79,12 +79,7 @@ def aggregate_integers(
 
 
 def aggregate_signs(
-    negative_WCN: Tensor,
-    codes_WC: Tensor,
-    weights: Sequence[int],
-    out_CN: Tensor,
-    by_sign: bool = False,
-    top_C: Tensor | None = None,
+    negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor, by_sign: bool, top_C: Tensor | None
 ) -> Tensor | None:
     """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
 

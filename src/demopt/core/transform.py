@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _ROUNDING = 1e-12
+Bases = tuple[Tensor, Tensor]  # for rows, and for columns
 
 
 def _dct(size: int) -> Tensor:
@@ -42,9 +43,7 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
     return exact.to(dtype=dtype, device=device).contiguous()
 
 
-def accumulate(
-    Z_Crc: Tensor, X_Crc: Tensor, bases: tuple[Tensor, Tensor], spare_Crc: Tensor, factors: tuple[float, float]
-) -> None:
+def accumulate(Z_Crc: Tensor, X_Crc: Tensor, bases: Bases, spare_Crc: Tensor, factors: tuple[float, float]) -> None:
     """Z <- b Z + s A X B^T for every chunk, in place; `factors` are b and s. Overwrites the spare."""
     times_rows(X_Crc, bases[0], spare_Crc)
     count, r, c = X_Crc.shape

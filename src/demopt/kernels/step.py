@@ -9,7 +9,7 @@ signs (lowest bit first, 1 is negative).
 import ctypes
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.chunking import Chunking, matrix_of
+from demopt.core.transform import Bases
 from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
+
+Tensors = Sequence[Tensor | None]  # of parameters; None: all zeros
 
 POINTER, WHOLE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -92,7 +95,7 @@ def matrices_of(chunkings: Sequence[Chunking]) -> Any:
     return matrices
 
 
-def read_from(matrices: Any, tensors: Iterable[Tensor | None], minus: Iterable[Tensor | None] | None) -> list[Tensor]:
+def read_from(matrices: Any, tensors: Tensors, minus: Tensors | None) -> list[Tensor]:
     """Makes matrices read these tensors, less those of `minus`; None counts as zeros.
 
     Returns the tensors that must stay alive: copies of those that are not contiguous float32 or bfloat16.
@@ -261,12 +264,7 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        chunkings: Sequence[Chunking],
-        bases: tuple[Tensor, Tensor],
-        inverse_bases: tuple[Tensor, Tensor],
-        basis_unit: float,
-        keep: int | None = None,
+        self, chunkings: Sequence[Chunking], bases: Bases, inverse_bases: Bases, basis_unit: float, keep: int | None
     ) -> None:
         sides = len(bases[0]), len(bases[1])
         self._length, self._keep = sides[0] * sides[1], keep
@@ -285,16 +283,12 @@ class Kernel:
         self._chunks = sum(cut.chunks for cut in chunkings)
 
     def extract(
-        self,
-        gradients: Iterable[Tensor | None],  # of each parameter, shaped like it
-        minus: Iterable[Tensor | None] | None,
-        momentum_Crc: Tensor,
-        factors: tuple[float, float],  # b and s
+        self, gradients: Tensors, minus: Tensors | None, momentum_Crc: Tensor, factors: tuple[float, float]
     ) -> tuple[Tensor, Tensor]:  # signs [C, S], codes [C]; or positions, values [C, K]
         """Does `transform.accumulate`, and finds the coefficients, in one pass over gradients and momentum.
 
-        The momentum is updated in place; `factors` are its decay and the gradients' scale; `minus` is subtracted from
-        the gradients. Positions and values are those of `top_k.strongest`.
+        The momentum is updated in place; `factors` are its decay b and the gradients' scale s; `minus` is subtracted
+        from the gradients, which are shaped like the parameters. Positions and values are those of `top_k.strongest`.
         """
         alive, (rows, columns) = read_from(self._matrices, gradients, minus), self._bases
         momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, rows.size, columns.size))
