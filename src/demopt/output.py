@@ -1,7 +1,5 @@
 """What the commands say to a person, who may have gone: a closed terminal, `| head`, a full disk. The work goes on."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -7,8 +7,6 @@ pause, the wait for answers until the window covers the message or the link. Wit
 that the laboratory measured with gloo (laboratory/records/network.md). Loss and congestion are left out.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math
@@ -98,7 +96,7 @@ def _with_optimizer(train: TrainConfig, optimizer: str) -> TrainConfig:
     return resolve(config_of({**train.record(), **other}))
 
 
-def _show(plan: Plan, case: Case | None) -> None:
+def _show(plan: "Plan", case: "Case | None") -> None:
     """Prints the verdict for the first number of workers, and tables."""
     from demopt.train.method import in_words
 
@@ -116,9 +114,7 @@ def _show(plan: Plan, case: Case | None) -> None:
             "(docs/parallelism.md)."
         )
     methods = list(next(iter(plan.calls.values())))
-    tables: dict[str, Callable[[str, int], float]] = {
-        "MB received per step": lambda method, workers: plan.received_bytes(method, workers) / 1e6
-    }
+    tables: dict[str, Callable[[str, int], float]] = {"MB received per step": plan.received_megabytes}
     if case:
         tables["seconds per step"] = case.seconds
     for title, figure in tables.items():
@@ -146,7 +142,7 @@ def _show(plan: Plan, case: Case | None) -> None:
         console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
 
 
-def _alternatives(console: Console, case: Case) -> None:
+def _alternatives(console: Console, case: "Case") -> None:
     """Prints what 10,000 steps take, and, where the exchange is much of a step, what takes less and at which loss."""
     from demopt.train.screen import duration
 
@@ -212,9 +208,9 @@ class Plan:
         first = next(iter(self.calls.values()))[method][0]
         return 8 * first.size / self.model.parameters / self.steps(method)
 
-    def received_bytes(self, method: str, workers: int) -> float:
-        """Returns the bytes that a rank receives per step; it sends as many."""
-        return sum(call.exchanged_bytes(workers) for call in self.calls[workers][method]) / self.steps(method)
+    def received_megabytes(self, method: str, workers: int) -> float:
+        """Returns what a rank receives per step; it sends as much."""
+        return sum(call.exchanged_bytes(workers) for call in self.calls[workers][method]) / self.steps(method) / 1e6
 
     def steps(self, method: str) -> int:
         return self.local.sync_every if method == "LocalDeMo" else 1
