@@ -35,10 +35,10 @@ class Answer(NamedTuple):
 
 
 class Liveness:
-    """This rank's part in roll calls. `find_store` returns the store, or None after the process group has ended."""
+    """This rank's part in roll calls. `store` returns the store; RuntimeError after the process group has ended."""
 
-    def __init__(self, find_store: Callable[[], Any | None], rank: int) -> None:
-        self._find_store = find_store
+    def __init__(self, store: Callable[[], Any], rank: int) -> None:
+        self._store = store
         self._rank = rank
         self._begun: Counter[str] = Counter()  # exchanges by the ranks in them
         self._waiting: Counter[str] = Counter()
@@ -147,12 +147,6 @@ class Liveness:
             for call in range(self._answered + 1, last + 1):
                 store.set(f"demopt/answer/{call}/{self._rank}", json.dumps(state))
             self._answered = last
-
-    def _store(self) -> Any:
-        store = self._find_store()
-        if store is None:
-            raise RuntimeError("the process group has ended")
-        return store
 
     def _ensure_thread(self, ranks: Sequence[int]) -> None:
         with self._lock:

@@ -126,7 +126,9 @@ def _liveness() -> Liveness:
 
         def store() -> Any:
             alive = found()
-            return alive.get_group_store() if alive is not None and dist.is_initialized() else None
+            if alive is None or not dist.is_initialized():
+                raise RuntimeError("the process group has ended")
+            return alive.get_group_store()
 
         _LIVENESS[world] = Liveness(store, dist.get_rank())
     return _LIVENESS[world]

@@ -27,22 +27,20 @@ _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 
 Tensors = Sequence[Tensor | None]  # of parameters; None: all zeros
 
-POINTER, WHOLE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+KINDS: dict[str, Any] = {"pointer": ctypes.c_void_p, "whole": ctypes.c_int64, "real": ctypes.c_float}
 
 
-def fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """Returns the fields of a structure: kinds, each with the names of its next fields."""
-    return [(name, kind) for kind, names in kinds for name in names.split()]
+def fields(text: str, **structures: Any) -> list[tuple[str, Any]]:
+    """Returns the fields of a structure, as C has them: kinds, or structures, each before the names of its fields."""
+    groups = [group.split() for group in text.split(";")]
+    return [(name, (KINDS | structures)[kind]) for kind, *names in groups for name in names]
 
 
 class Matrix(ctypes.Structure):
     """One parameter, or its gradient, viewed as a matrix."""
 
     _fields_ = fields(
-        (POINTER, "data"),
-        (WHOLE, "rows columns across first data_is_bfloat16"),
-        (POINTER, "minus"),
-        (WHOLE, "minus_is_bfloat16"),
+        "pointer data; whole rows columns across first data_is_bfloat16; pointer minus; whole minus_is_bfloat16"
     )
 
 
@@ -52,7 +50,7 @@ class Basis(ctypes.Structure):
     `of_columns`: for transforms of columns, whose rows are padded; `transposed`: for the forward one.
     """
 
-    _fields_ = fields((WHOLE, "size folded"), (POINTER, "full odd even middle"))
+    _fields_ = fields("whole size folded; pointer full odd even middle")
 
     def __init__(self, basis: Tensor, of_columns: bool = False, transposed: bool = False) -> None:
         size, folded = len(basis), foldable(basis)
@@ -156,13 +154,8 @@ class Received(ctypes.Structure):
     """Checked coefficients of all ranks in integers, of any dtypes: signs of all, or the strongest."""
 
     _fields_ = fields(
-        (WHOLE, "chunks world_size guard"),
-        (POINTER, "codes signs"),
-        (WHOLE, "sign_stride"),
-        (POINTER, "weights"),
-        (WHOLE, "total keep"),
-        (POINTER, "positions levels"),
-        (WHOLE, "reduction"),
+        "whole chunks world_size guard; pointer codes signs; whole sign_stride; pointer weights; whole total keep; "
+        "pointer positions levels; whole reduction"
     )
     alive: tuple[Tensor, ...]  # those that it points to
     width: int  # bytes of a chunk's signs; or elements of a chunk, at least, that the positions need
@@ -222,39 +215,27 @@ def _check_ranks(world_size: int) -> None:
 
 class _Extract(ctypes.Structure):
     _fields_ = fields(
-        (POINTER, "matrices"),
-        (WHOLE, "count chunks"),
-        (POINTER, "momentum"),
-        (Basis, "rows columns"),
-        (REAL, "decay scale"),
-        (POINTER, "signs codes"),
-        (WHOLE, "keep"),
-        (POINTER, "positions values"),
-        (WHOLE, "next"),
+        "pointer matrices; whole count chunks; pointer momentum; Basis rows columns; real decay scale; "
+        "pointer signs codes; whole keep; pointer positions values; whole next",
+        Basis=Basis,
     )
 
 
 class _SubtractSent(ctypes.Structure):
-    _fields_ = fields(
-        (WHOLE, "chunks length"), (POINTER, "momentum signs codes"), (REAL, "alpha decay"), (WHOLE, "next")
-    )
+    _fields_ = fields("whole chunks length; pointer momentum signs codes; real alpha decay; whole next")
 
 
 class _Apply(ctypes.Structure):
     _fields_ = fields(
-        (Received, "received"),
-        (POINTER, "matrices"),
-        (WHOLE, "count"),
-        (Basis, "rows columns"),
-        (POINTER, "padded_rows"),
-        (WHOLE, "row_bits column_bits"),
-        (REAL, "basis_unit decay factor"),
-        (WHOLE, "store by_sign next"),
+        "Received received; pointer matrices; whole count; Basis rows columns; pointer padded_rows; "
+        "whole row_bits column_bits; real basis_unit decay factor; whole store by_sign next",
+        Received=Received,
+        Basis=Basis,
     )
 
 
 class _Answer(ctypes.Structure):
-    _fields_ = fields((Received, "received"), (WHOLE, "length"), (POINTER, "error sum signs codes"), (WHOLE, "next"))
+    _fields_ = fields("Received received; whole length; pointer error sum signs codes; whole next", Received=Received)
 
 
 class Kernel:
