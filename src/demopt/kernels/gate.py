@@ -66,7 +66,7 @@ def check_in_host_memory(what: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         came = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise TypeError(f"{what} is {came}; the kernel expects a dense tensor on the CPU")
-    end = tensor.storage_offset() * tensor.itemsize + _extent(tensor)
+    end = tensor.storage_offset() * tensor.itemsize + extent(tensor)
     if tensor.numel() and (tensor.untyped_storage().nbytes() < end or not tensor.data_ptr()):
         raise ValueError(f"{what}, shape {list(tensor.shape)}, has no memory any more: its storage was resized")
 
@@ -90,7 +90,7 @@ def check_apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> None:
 
 def apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
     """Whether no tensor that is written shares memory with another: threads write and read them at the same time."""
-    spans = [(each.data_ptr(), _extent(each), kind) for kind, group in enumerate((written, read)) for each in group]
+    spans = [(each.data_ptr(), extent(each), kind) for kind, group in enumerate((written, read)) for each in group]
     ends = [0, 0]  # the furthest of those written, and of those read
     for start, size, kind in sorted(spans):
         if size and (start < ends[0] or (kind == 0 and start < ends[1])):
@@ -99,7 +99,7 @@ def apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
     return True
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Returns the bytes from a tensor's first element to the end of its last."""
     if tensor.is_contiguous():  # the usual case, and fast
         return tensor.nbytes

@@ -12,6 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from demopt.kernels.gate import extent
+
 PIECE_BYTES = 1 << 26
 _ALIGNMENT = 64  # bytes
 
@@ -33,7 +35,7 @@ class Staging:
                 target.copy_(source)
             elif source.device == target.device:
                 found["along", target.device].append((source, target))
-            elif source.stride() != target.stride() or not _is_block(source):
+            elif source.stride() != target.stride() or extent(source) != source.nbytes:
                 target.copy_(source)  # not in one piece of memory: torch copies it by a detour
             elif source.is_cpu:
                 found["up", target.device].append((source, target))
@@ -141,9 +143,3 @@ class _Lane:
     def _wait(self, slot: int) -> None:
         if self._stream is not None:
             self._events[slot].synchronize()
-
-
-def _is_block(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory, in any order."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() in (0, last + 1)
