@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,21 +38,14 @@ class SharedInputError(InputError):
 
 
 def setting(
-    panel: str,
-    default: Any,
-    help: str,
-    *,
-    fits: tuple[str, ...] = (),
-    free: bool = False,
-    action: bool = False,
-    **limits: Any,
+    panel: str, default: Any, help: str, fits: Sequence[str] = (), free: bool = False, once: bool = False, **limits: Any
 ) -> Any:
     """Declares a setting: the panel of `--help` that shows it, its default, its help and its limits (`ge`, `le`).
 
-    `fits`: the optimizers that know it; empty: all. `free` settings may change when a run resumes. `action` settings
+    `fits`: the optimizers that know it; empty: all. `free` settings may change when a run resumes. Those given `once`
     apply to this start only and are not recorded.
     """
-    more: Given = {"panel": panel, "fits": fits, "free": free or action, "action": action}
+    more: Given = {"panel": panel, "fits": fits, "free": free or once, "once": once}
     return pydantic.Field(default, description=help, json_schema_extra=more, **limits)
 
 
@@ -70,9 +64,9 @@ class TrainConfig:
     """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`."""
 
     out: str = general("runs/train", "Folder for everything that the run writes.", free=True)
-    resume: bool = general(False, "Go on from the newest checkpoint in --out.", action=True)
-    resume_auto: bool = general(False, "Go on if --out has a checkpoint, otherwise start.", action=True)
-    overwrite: bool = general(False, "Delete the run in --out and start anew.", action=True)
+    resume: bool = general(False, "Go on from the newest checkpoint in --out.", once=True)
+    resume_auto: bool = general(False, "Go on if --out has a checkpoint, otherwise start.", once=True)
+    overwrite: bool = general(False, "Delete the run in --out and start anew.", once=True)
     seed: int = general(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
     save_every: int = general(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
     eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
@@ -177,7 +171,7 @@ class TrainConfig:
     key_file: str | None = folder(
         None,
         "File with 64 hexadecimal digits, the same on every machine: objects written without it are refused.",
-        action=True,
+        once=True,
     )
 
     @property
@@ -190,8 +184,8 @@ class TrainConfig:
         return f"step {step}" + (f" of {self.steps}" if self.steps else "")
 
     def record(self) -> Given:
-        """Returns the record for config.json and checkpoints: every setting that is not an action."""
-        return {name: getattr(self, name) for name, about in SETTINGS.items() if not about["action"]}
+        """Returns the record for config.json and checkpoints: every setting but those given `once`."""
+        return {name: getattr(self, name) for name, about in SETTINGS.items() if not about["once"]}
 
 
 FIELDS: dict[str, pydantic.fields.FieldInfo] = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
