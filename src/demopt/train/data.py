@@ -31,6 +31,8 @@ BYTE_VOCABULARY = 256
 MOST_TOKEN = 2**24  # a larger number is no token: no vocabulary is so large
 ENCODED_AT_ONCE = 256  # documents
 
+Batch = NDArray[np.int64]  # windows of tokens [sequences, sequence + 1]
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -124,10 +126,8 @@ def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
     return replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
 
 
-def batch(
-    tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0, size: int | None = None
-) -> NDArray[np.int64]:
-    """Draws training windows [size, sequence + 1]; the draw depends only on (seed, step, rank, part) and size."""
+def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0, size: int | None = None) -> Batch:
+    """Draws `size` training windows, by default --batch; the draw depends only on (seed, step, rank, part) and size."""
     length = _window(config)
     draw = np.random.default_rng((config.seed, step, rank, part))
     starts = draw.integers(0, tokens.windows(length), size=size or config.batch)
@@ -139,7 +139,7 @@ def sequences(tokens: Tokens, config: TrainConfig) -> int:
     return tokens.windows(_window(config), _window(config) - 1)
 
 
-def numbered(tokens: Tokens, config: TrainConfig, numbers: Sequence[int]) -> list[NDArray[np.int64]]:
+def numbered(tokens: Tokens, config: TrainConfig, numbers: Sequence[int]) -> list[Batch]:
     """Returns the windows with these numbers through all epochs, by forward pass; each epoch has an order of its own.
 
     Without numbers, a window that has no target.
@@ -153,7 +153,7 @@ def numbered(tokens: Tokens, config: TrainConfig, numbers: Sequence[int]) -> lis
     return [np.stack([tokens.window(place, length, length - 1) for place in part]) for part in passes]
 
 
-def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_size: int) -> NDArray[np.int64]:
+def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_size: int) -> Batch:
     """Returns this rank's validation windows, spread evenly over the text; every evaluation uses the same ones."""
     length = _window(config)
     spread = np.linspace(0, tokens.windows(length) - 1, config.eval_sequences).astype(np.int64)

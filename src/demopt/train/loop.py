@@ -7,15 +7,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from demopt.errors import DemoptError
 from demopt.train.config import TrainConfig
-from demopt.train.data import Corpus, sequences, validation_windows
+from demopt.train.data import Batch, Corpus, sequences, validation_windows
 from demopt.train.method import Method
 from demopt.train.model import backward, loss_sum, targets
 from demopt.train.out import OutFolder, Row
@@ -26,7 +24,7 @@ from demopt.unequal import fit_batches
 PATIENCE = 10  # a run fails after this many steps in a row with a NaN or infinite loss
 _MEMORY = 0.7  # of the measured speed, per step: one slow step changes little
 
-Windows = list[NDArray[np.int64]]  # of a step, by forward pass: [sequences, length + 1] each
+Windows = list[Batch]  # of a step, by forward pass
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def learning_rate(config: TrainConfig, step: int, part: float | None = None) -> 
 
 
 @torch.no_grad()
-def validation_loss(training: Training, windows: NDArray[np.int64]) -> float:
+def validation_loss(training: Training, windows: Batch) -> float:
     """Returns the mean loss per token over all ranks' validation windows."""
     config, model, team = training.config, training.model, training.team
     model.eval()
