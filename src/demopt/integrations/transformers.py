@@ -93,8 +93,5 @@ class DeMoCallback(TrainerCallback):
 
 
 def _checked(optimizer: Any) -> Any:
-    return require_demo(
-        optimizer,
-        "with DeMoCallback",
-        "give the Trainer optimizers=(demopt.DeMo(...), None), or leave the callback out",
-    )
+    remedy = "give the Trainer optimizers=(demopt.DeMo(...), None), or leave the callback out"
+    return require_demo(optimizer, "with DeMoCallback", remedy)

@@ -85,11 +85,6 @@ class Coefficients(ABC):
         assert self.codes is not None
         return scale_of(self.codes)
 
-    @property
-    @abstractmethod
-    def values(self) -> Tensor:
-        """The values as floating-point numbers [W, C, K or N]; NaN where the code of a scale is invalid."""
-
     @abstractmethod
     def compact(self) -> Coefficients:
         """Returns a narrow copy, as kernels read it. Nothing is lost of coefficients without a fault."""
@@ -140,6 +135,7 @@ class Strongest(Coefficients):
 
     @property
     def values(self) -> Tensor:
+        """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
         return self.numbers if self.codes is None else self.numbers * self.scales.unsqueeze(-1)
 
     def compact(self) -> Coefficients:
