@@ -313,16 +313,12 @@ class Kernel:
 
 def answer(received: Received, error_CN: Tensor, sum_CN: Tensor) -> tuple[Tensor, Tensor]:
     """Writes error + Q to `sum_CN`, both float32; returns it encoded, an owner's answer: signs [C, S] and codes [C]."""
-    signs, codes = found = _empty(*error_CN.shape)
+    found = _empty(*error_CN.shape)
     received.check(*error_CN.shape)
-    pointers = (
-        address("error", error_CN, torch.float32),
-        address("sum", sum_CN, torch.float32, error_CN.shape),
-        address("signs", signs, torch.uint8),
-        address("codes", codes, torch.int16),
-    )
+    at_error, at_sum = address("error", error_CN, torch.float32), address("sum", sum_CN, torch.float32, error_CN.shape)
+    at_found = [address("coefficients", each, each.dtype) for each in found]
     check_apart([sum_CN], [error_CN, *received.alive])
-    run("answer", _Answer(received, error_CN.shape[1], *pointers), error_CN.numel())
+    run("answer", _Answer(received, error_CN.shape[1], at_error, at_sum, *at_found), error_CN.numel())
     return found
 
 
