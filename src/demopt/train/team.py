@@ -6,7 +6,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -176,11 +176,9 @@ def interfaces() -> dict[str, str]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an address
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 

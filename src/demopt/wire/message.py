@@ -120,12 +120,9 @@ def handshake_due(received: list[RawHeader]) -> bool:
 
     Only whole messages count: ranks that received other bytes must not disagree on it.
     """
-    for header in received:
-        announces = header.flags & NEW_LAYOUT
-        differs = header.settings != received[0].settings and received[0].is_whole
-        if (announces or differs) and header.is_whole:
-            return True
-    return False
+    whole = [header for header in received if header.is_whole]
+    differ = whole[:1] == received[:1] and len({header.settings for header in whole}) > 1
+    return differ or any(header.flags & NEW_LAYOUT for header in whole)
 
 
 def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
