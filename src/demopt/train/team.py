@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -48,10 +48,6 @@ class Team:
                 dist.all_reduce(tensor)
         return tensor.tolist()
 
-    def gather(self, value: Any) -> list[Any]:
-        """Returns every rank's value, by rank; it travels as JSON, so tuples arrive as lists."""
-        return gather_values(self.exchange, value)
-
     def barrier(self) -> None:
         self.total([0.0])
 
@@ -66,7 +62,7 @@ class Team:
             result = work()
         except InputError as error:
             mistake = str(error)
-        told = [(rank, text) for rank, text in enumerate(self.gather(mistake)) if text is not None]
+        told = [(rank, text) for rank, text in enumerate(gather_values(self.exchange, mistake)) if text is not None]
         if told:
             rank, text = told[0]
             raise SharedInputError(text if len(told) == self.world_size else f"rank {rank}: {text}")

@@ -18,6 +18,7 @@ from typing import NoReturn
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from demopt.exchange.interface import gather_values
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.output import open_outlets
@@ -123,7 +124,7 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     out = OutFolder(Path(config.out))
     corpus, (config, model) = team.agree(lambda: _prepare(config, team))
-    settings, fingerprint = team.gather((config.record(), corpus.fingerprint))[0]
+    settings, fingerprint = gather_values(team.exchange, (config.record(), corpus.fingerprint))[0]
     same = "start all workers with the same settings"
     team.agree(lambda: check_same_run(config, corpus.fingerprint, settings, fingerprint, "rank 0", same))
     path, resumed = None, None
