@@ -10,7 +10,6 @@ device: a process cannot get rid of one again.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils import cpp_extension
 from torch.utils._pytree import tree_leaves, tree_map
@@ -44,8 +44,7 @@ def build() -> Path:
     key = hashlib.blake2b(SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
     built = FOLDER / f"toy-{key}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(FOLDER / "lock"):
         if not built.exists():
             folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
             libraries = cpp_extension.library_paths()[0]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import problems
@@ -232,26 +231,12 @@ def test_collective_timeout_names_step_and_rank():
         assert found["seconds"] < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
 
 
-class _OnTheHost(SingleRank):
-    """Leaves its results on the host, as gloo does with tensors of an accelerator."""
-
-    def all_gather(self, message_B: Tensor) -> Tensor:
-        return torch.zeros(1, message_B.numel(), dtype=message_B.dtype)
-
-    def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        return torch.zeros(parts_WB.shape, dtype=parts_WB.dtype)
-
-
-class _OnTheDevice(SingleRank):
-    """Takes tensors of the device alone, as nccl does."""
-
-    def broadcast(self, data_B: Tensor, src: int) -> None:
-        del src
-        assert data_B.device.type == "meta"
-
-
 def test_two_levels_may_have_two_backends():
     """gloo between nodes, nccl inside of one: what gloo brought goes back to the device before it is broadcast."""
-    nodes, message = Hierarchical(_OnTheHost(), _OnTheDevice()), torch.zeros(1, 8, dtype=torch.uint8, device="meta")
-    assert nodes.all_gather(message[0]).device.type == "meta"
-    assert nodes.all_to_all(message).device.type == "meta"
+    between, inside, devices = SingleRank(), SingleRank(), list[str]()
+    between.all_gather = lambda message_B: torch.zeros(1, message_B.numel(), dtype=message_B.dtype)
+    between.all_to_all = lambda parts_WB: torch.zeros(parts_WB.shape, dtype=parts_WB.dtype)
+    inside.broadcast = lambda data_B, *_: devices.append(data_B.device.type)
+    nodes, message = Hierarchical(between, inside), torch.zeros(1, 8, dtype=torch.uint8, device="meta")
+    devices += [nodes.all_gather(message[0]).device.type, nodes.all_to_all(message).device.type]
+    assert devices == ["meta"] * 4

@@ -31,21 +31,12 @@ def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal():
     problems.assert_replicas(ranks.run(_train_mixed, 3))
 
 
-def _every_other(values: Tensor) -> Tensor:
-    wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 77.0, dtype=values.dtype)
-    return wide[..., ::2].copy_(values)
-
-
-def _part_of_a_larger_one(values: Tensor) -> Tensor:
-    large = torch.full([size + 2 for size in values.shape], 77.0, dtype=values.dtype)
-    return large[tuple(slice(1, 1 + size) for size in values.shape)].copy_(values)
-
-
+#: The same values, some in a part of a larger tensor of 77s.
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda values: values.transpose(0, -1).contiguous().transpose(0, -1),
-    "channels last": lambda values: values.to(memory_format=torch.channels_last),
-    "every other": _every_other,
-    "a part of a larger one": _part_of_a_larger_one,
+    "transposed": lambda v: v.transpose(0, -1).contiguous().transpose(0, -1),
+    "channels last": lambda v: v.to(memory_format=torch.channels_last),
+    "every other": lambda v: torch.full((*v.shape[:-1], 2 * v.shape[-1]), 77.0, dtype=v.dtype)[..., ::2].copy_(v),
+    "inside": lambda v: torch.full([n + 2 for n in v.shape], 77.0)[tuple(slice(1, 1 + n) for n in v.shape)].copy_(v),
 }
 
 

@@ -9,7 +9,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, make_dataclass
 from typing import Any
 
 import pytest
@@ -90,13 +90,6 @@ def test_files_of_an_optimizer_hold_momentum_once(carrier):
     assert max(file.tell(), len(pickle.dumps(optimizer))) < 1.1 * held + 20_000
 
 
-@dataclass
-class _Snapshot:
-    """As pytorch/examples' minGPT-ddp saves, by `dataclasses.asdict`, which copies each tensor by itself."""
-
-    state: dict[str, Any]
-
-
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -112,6 +105,7 @@ def test_each_tensor_of_a_state_costs_what_it_holds(make, settings):
         problems.train(optimizer, range(2), exchange.rank)
         return optimizer.state_dict()
 
+    snapshot = make_dataclass("Snapshot", ["state"])  # as pytorch/examples' minGPT-ddp saves
     for state in ranks.threads(trained, 2):
         tensors = [value for entry in state["state"].values() for value in entry.values() if torch.is_tensor(value)]
         held = sum(tensor.nbytes for tensor in tensors)
@@ -119,7 +113,7 @@ def test_each_tensor_of_a_state_costs_what_it_holds(make, settings):
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == held
         for write in (torch.save, pickle.dump):
             file = io.BytesIO()
-            write(asdict(_Snapshot(state)), file)
+            write(asdict(snapshot(state)), file)  # which copies each tensor by itself
             assert file.tell() < 1.1 * held + 1000 * len(tensors), write
             sizes = 0
             for tensor in tensors:

@@ -56,8 +56,10 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
     if not is_local:
         parameters[0] = problems.parameters(shapes[:1], torch.bfloat16)[0]
     under = DEFAULTS[defaults] if defaults else torch.no_grad
-    for cache in _caches():
-        cache.cache_clear()  # constants that other tests have made under no defaults
+    modules = [module for name, module in sys.modules.items() if name.startswith("demopt.")]
+    for each in {each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")}:
+        if each.__name__ != "library":
+            each.cache_clear()  # constants that other tests have made under no defaults
 
     def make(of: list[Parameter]) -> Any:
         with under() if defaults != "inference" else torch.no_grad():
@@ -87,12 +89,6 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
         optimizer.load_state_dict(saved)
     train(range(5, 8))
     return [optimizer.fingerprint(), optimizer.fingerprint(state=True)]
-
-
-def _caches() -> list[Any]:
-    modules = [module for name, module in sys.modules.items() if name.startswith("demopt.")]
-    found = [each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")]
-    return [each for each in found if each.__name__ != "library"]
 
 
 @pytest.mark.filterwarnings("ignore:the state was saved", "ignore:rank 0 received")

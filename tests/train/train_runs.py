@@ -1,6 +1,5 @@
 """Runs of `demopt train` on a little text: to the end in this process, or as real processes, watched and ended."""
 
-import fcntl
 import json
 import os
 import pickle
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from filelock import FileLock
 
 import forked
 from forked import LIMIT, wait_for
@@ -51,8 +51,7 @@ def once(tmp_path_factory, name, make):
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     out, made = shared / "shared" / name, shared / f"{name}.made"
-    with (shared / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(shared / f"{name}.lock"):
         if not made.exists():
             made.write_bytes(pickle.dumps(make(out)))
     return out, pickle.loads(made.read_bytes())
