@@ -48,8 +48,7 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
                 senders[position] += 1
         assert max(map(abs, sums)) < LIMIT
         for position in range(length):
-            sent = max(senders[position], 1)
-            divisor = {"senders": sent, "mean": world_size}[reduction]
+            divisor = {"senders": max(senders[position], 1), "mean": world_size}[reduction]
             out[chunk, position] = np.float32(sums[position]) / np.float32(divisor)
     return out
 

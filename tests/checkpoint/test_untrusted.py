@@ -180,8 +180,7 @@ def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path):
     """What `dcp.save` writes of an `OptimizerState` names no class of demopt, so that none must keep its name."""
     optimizer = demopt.LocalDeMo(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))]), process_group=SingleRank())
     entry = OptimizerState(optimizer).state_dict()["rank0.shard0.0"]
-    found = torch.load(io.BytesIO(_saved(entry)), weights_only=True)
-    assert sorted(found) == ["sharded", "values"]
+    assert sorted(torch.load(io.BytesIO(_saved(entry)), weights_only=True)) == ["sharded", "values"]
     dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=tmp_path)
     assert b"demopt" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
     dcp.load({"optimizer": OptimizerState(optimizer)}, storage_reader=Reader(tmp_path), planner=LoadPlanner())

@@ -177,8 +177,7 @@ def test_apply_of_signs_gives_the_bits_of_core(level, shape, name, samples):
     values[:, :1] = 0
     bits, Q = _sign_bits(values), torch.empty(chunks, scene.length)
     units = exact.aggregate_signs(bits.negative, bits.codes, weights, Q, False, None)
-    received = received_signs(bits.signs, bits.codes, weights)
-    scene.assert_applies(received, Q, units, (bits.codes != 0).any(0))
+    scene.assert_applies(received_signs(bits.signs, bits.codes, weights), Q, units, (bits.codes != 0).any(0))
 
 
 def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(level):

@@ -111,8 +111,7 @@ def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path):
         assert [point["step"] for point in each["curve"]] == list(range(TINY.steps + 1))
         assert each["curve"][-1]["sent_bytes"] == each["sent_bytes"] > 0
         assert str(TEXT.parent) not in str(each)  # folders are private
-    table = (tmp_path / "race.md").read_text()
-    assert "| DeMo | " in table
+    assert "| DeMo | " in (tmp_path / "race.md").read_text()
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:50]]))
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0

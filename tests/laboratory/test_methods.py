@@ -41,8 +41,7 @@ def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
     """Takes one step with given gradients."""
     method.begin(lr)
     for rank, gradient in enumerate(given):
-        model = method.model_of(rank)
-        model.weight.grad = gradient.clone()
+        method.model_of(rank).weight.grad = gradient.clone()
         method.take(rank)
     cost = method.finish()
     method.prepare_evaluation()

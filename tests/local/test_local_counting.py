@@ -179,8 +179,7 @@ class Ledger:
                 moved.append(torch.zeros_like(parameter))
                 owed.append(torch.zeros_like(parameter))
                 continue
-            coefficients = problems.unsent(entry, world_size=2)
-            error = reference.unpad(oracle.dense(coefficients, parameter, group), parameter)
+            error = reference.unpad(oracle.dense(problems.unsent(entry, world_size=2), parameter, group), parameter)
             owed.append(error + since)
             moved.append(begun - entry["global"])
         return moved, owed, [total.clone() for total in self.total]

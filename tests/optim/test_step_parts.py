@@ -15,8 +15,7 @@ from demopt.exchange import Exchange, SingleRank, Threads
 
 
 def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
-    settings = {"values": "float64", "weight_decay": 0.1, **more}
-    return problems.demo(exchange, dtype=torch.float64, **settings)
+    return problems.demo(exchange, dtype=torch.float64, **{"values": "float64", "weight_decay": 0.1, **more})
 
 
 def test_rank_that_extracted_nothing_follows_by_apply_alone():

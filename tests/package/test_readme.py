@@ -103,8 +103,7 @@ def test_notebook_installs_what_it_imports():
 
 
 def test_first_run_notebook_shows_fewer_bytes(monkeypatch, tmp_path, capsys):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+    pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)
     names = run_notebook(ROOT / "notebooks/first_run.ipynb", STEPS=10)
     sent = {name: sum(row["sent_bytes"] for row in rows) for name, rows in names["runs"].items()}

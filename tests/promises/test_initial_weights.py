@@ -163,8 +163,7 @@ def test_frozen_parameters_that_only_one_rank_has_are_named(shapes):
 @pytest.mark.parametrize("who", [0, 1])
 def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who):
     def work(exchange: Exchange) -> str:
-        parameters = problems.parameters([(8, 8), (8,), (8, 8)])
-        optimizer = DeMo(parameters, process_group=exchange)
+        optimizer = DeMo(problems.parameters([(8, 8), (8,), (8, 8)]), process_group=exchange)
         problems.train(optimizer, range(2), exchange.rank)
         if exchange.rank == who:
             swapped(optimizer.param_groups[0]["params"], 0, 2)

@@ -62,13 +62,11 @@ def test_differing_settings_cover_every_setting():
     assert all(OTHER[name] != {**group, **problems.SMALL}[name] for name in OTHER)
 
 
-def _models() -> dict[str, list[Any]]:
-    """Parameters that differ from `problems.FEW`."""
-    few = problems.parameters(problems.FEW)
-    frozen = problems.parameters(problems.FEW)
+def _each_model(rank: int, world_size: int) -> dict[str, SettingsError | None]:
+    """What a rank finds if the parameters of rank 1 are not those of the others."""
+    few, frozen, more = (problems.parameters(shapes) for shapes in (problems.FEW, problems.FEW, [(3,)]))
     frozen[0].requires_grad_(False)
-    more = problems.parameters([(3,)])
-    return {
+    models = {
         "a parameter more": few + more,
         "the same size, another shape": problems.parameters([(16, 32)]) + few[1:],
         "another dtype": problems.parameters([(32, 16)], torch.bfloat16) + few[1:],
@@ -77,11 +75,8 @@ def _models() -> dict[str, list[Any]]:
         "a group more": [{"params": few}, {"params": more}],
         "one group for each": [{"params": [parameter]} for parameter in few],
     }
-
-
-def _each_model(rank: int, world_size: int) -> dict[str, SettingsError | None]:
     found = {}
-    for kind, others in _models().items():
+    for kind, others in models.items():
         of = others if rank == 1 else problems.parameters(problems.FEW)
         found[kind] = problems.refusal(DeMo(of, **problems.SMALL), rank=rank)
     return found
@@ -125,8 +120,7 @@ def test_differing_version_route_and_hardware_are_refused():
 
 def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
     """1, 1.0 and a tensor of it are equal; so are a rule and its name, and groups with a scheduler's additions."""
-    lr = [1, 1.0, torch.tensor(1.0)][rank]
-    update = ["lion", Lion(), "lion(beta2=.99)"][rank]
+    lr, update = [(1, "lion"), (1.0, Lion()), (torch.tensor(1.0), "lion(beta2=.99)")][rank]
     optimizer = problems.demo(lr=lr, update=update)
     if rank == 0:
         optimizer.param_groups[0]["update"] = Lion(beta1=0.9)

@@ -20,8 +20,7 @@ def _train(rank: int, world_size: int, settings: dict[str, Any], exchange: Any =
 def test_demo_without_group_equals_group_of_one(settings):
     assert not dist.is_initialized()
     without = _train(0, 1, settings)
-    with_group = ranks.run(_train, 1, settings)[0]
-    assert problems.same_history(without, with_group)
+    assert problems.same_history(without, ranks.run(_train, 1, settings)[0])
     assert problems.same_history(without, _train(0, 1, settings, SingleRank()))
 
 

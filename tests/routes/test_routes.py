@@ -53,8 +53,7 @@ def test_route_auto_of_other_pseudo_gradients_is_gather(settings, says):
 
 
 def _demo(world_size: int, **settings: Any) -> str:
-    exchange = problems.OneOf(0, world_size)
-    optimizer = DeMo([Parameter(torch.zeros(64, 64))], process_group=exchange, **settings)
+    optimizer = DeMo([Parameter(torch.zeros(64, 64))], process_group=problems.OneOf(0, world_size), **settings)
     optimizer.extract()
     return optimizer.stats.route
 

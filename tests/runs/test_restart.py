@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -26,23 +27,19 @@ from demopt.train.runs.status import status_of
 pytestmark = pytest.mark.usefixtures("still")
 
 
-class Silent(stores.Through):
-    """A store in which no manifest can be put while `away`."""
-
-    away = False
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        if self.away and name.endswith("/manifest"):
-            raise StoreError("away")
-        return super().put_if_absent(name, data)
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("decided", ["with it", "without it", "after the restart", "at a second join", "long ago"])
 @pytest.mark.parametrize("saved", ["after the error", "before the message", "a step later"])
 def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay, decided, saved):
-    bare = ObjectStore()
-    silent = Silent(bare)
+    bare, away = ObjectStore(), threading.Event()
+
+    def put_if_absent(name: str, data: bytes) -> bool:
+        if away.is_set() and name.endswith("/manifest"):
+            raise StoreError("away")
+        return bare.put_if_absent(name, data)
+
+    silent = stores.Through(bare)
+    silent.put_if_absent = put_if_absent
     other, dies = Counter(bare, 0, delay), Counter(silent, 1, delay)
     for _ in range(4):
         for worker in (other, dies):
@@ -53,7 +50,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
     number = int(dies.optimizer.replicator.round_number)
     dies.step()
     state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
-    silent.away = True
+    away.set()
     with suppress(ExchangeError):
         dies.step()
         dies.optimizer.flush()
@@ -79,7 +76,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
     if decided == "at a second join":
         with pytest.raises(ExchangeError):
             again.optimizer.join()
-    silent.away = False
+    away.clear()
     again.optimizer.join()
     assert saved == "before the message" or again.optimizer.local_steps == (saved == "a step later")
     for _ in range(3):

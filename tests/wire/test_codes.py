@@ -128,7 +128,6 @@ def test_scale_code_round_trips_every_valid_code():
 def test_integer_quantizer_decodes_every_number_to_its_level_and_zeros_to_zeros(values, levels):
     quantizer = QUANTIZERS[values]
     packed = torch.tensor(list(literal.packed(range(1 << quantizer.bits), quantizer.bits)), dtype=torch.uint8)
-    found = quantizer.numbers(packed, 1, 1 << quantizer.bits)
-    assert sorted(found.flatten().tolist()) == levels
+    assert sorted(quantizer.numbers(packed, 1, 1 << quantizer.bits).flatten().tolist()) == levels
     scales, plane = quantizer.encode(torch.zeros(3, 4))
     assert not (quantizer.numbers(plane, 3, 4) * scale_of(unpack(scales, SCALE_BITS, 3)).unsqueeze(-1)).any()
