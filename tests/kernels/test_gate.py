@@ -190,8 +190,6 @@ def test_tensors_that_share_memory_with_a_written_one_are_refused(entry, written
         _outcome(entry, given_)
 
 
-# Whole optimizers
-
 SHAPES = [(33, 20), (40,), (2, 3, 5)]
 
 

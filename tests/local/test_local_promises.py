@@ -29,9 +29,6 @@ def make(exchange: Any = None, shapes: Any = problems.FEW, inner: Any = problems
     return problems.local(exchange, shapes, inner, **{"sync_every": 3, "top_k": 24, **settings})
 
 
-# Replicas and rounds
-
-
 def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it():
     def traffic(exchange: Exchange, delay: int, flush_after: int) -> list[tuple[int, int]]:
         optimizer, counted = make(exchange, sync_every=2, delay=delay), []
@@ -50,9 +47,6 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
     twice = (2 * one[0], 2 * one[1])
     for flush_after, counted in ((1, at_once), (2, [none, none, one, one]), (3, [none, none, none, twice])):
         assert ranks.threads(traffic, 2, 1, flush_after)[0] == counted
-
-
-# State
 
 
 @pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)
@@ -213,9 +207,6 @@ def test_weights_loaded_before_the_first_step_stay(call):
     assert optimizer.fingerprint() == LocalDeMo(torch.optim.SGD([parameter], lr=0.0)).fingerprint()
 
 
-# Failures, and numbers that are not finite
-
-
 class _Nested(torch.optim.SGD):
     """Keeps its momentum in a list, as some optimizers do, and makes it at construction alone."""
 
@@ -278,9 +269,6 @@ def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts()
     optimizer.step()
     assert optimizer.local_steps == 1
     assert problems.same(problems.values(optimizer), ends[1])
-
-
-# Like any optimizer
 
 
 def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded():

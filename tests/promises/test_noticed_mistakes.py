@@ -107,9 +107,6 @@ def test_inner_optimizer_steps_where_that_is_no_mistake():
     inner.step()
 
 
-# Gradients that are synchronised already
-
-
 def _backward(model: nn.Module, data: torch.Tensor) -> None:
     model.zero_grad()
     model(data).square().mean().backward()
@@ -174,9 +171,6 @@ def test_fsdp2_over_the_same_ranks_is_refused():
         assert "FSDP2" in str(outcome.error)
 
 
-# Buffers that nothing synchronises
-
-
 #: The layers of a model, and the one that a warning names.
 NORMS: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
     **dict.fromkeys(("unsync of a plain model", "muon_adamw", "muon_groups"), (lambda: _norms(nn.BatchNorm1d), "1")),
@@ -222,9 +216,6 @@ def test_batch_norm_warns_once_where_the_model_is_given(how):
     whose = "whose running statistics every rank takes from its own", "demopt.broadcast_buffers(model)"
     _assert_told(told, f"BatchNorm1d ({named}, 2 in all)", *whose)
     assert ranks.run(_batch_norm, 1, how) == [[]]
-
-
-# Local weights
 
 
 class Layers(nn.Module):  # torch.compile leaves out the forward of nn.Sequential
@@ -302,9 +293,6 @@ def test_model_loaded_after_the_optimizer_is_noticed():
     assert _told(_loaded, "model, optimizer") == []
 
 
-# The learning rate of a script
-
-
 WRITTEN: dict[str, tuple[Any, list[int]]] = {  # the rate of a script at each step, and the rounds with a hint
     "AdamW's": (lambda _: 0.002, [3]),
     "AdamW's, after a warm-up": (lambda step: 0.002 * min(1.0, (step + 1) / 4), [6]),
@@ -341,9 +329,6 @@ def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build):
     optimizer = build(nn.Linear(2, 2, device="meta").parameters())
     with pytest.raises(ValueError, match="on the meta device: build it after"):
         optimizer.step()
-
-
-# Calls of all ranks that one rank makes
 
 
 def _alone(rank: int, world_size: int, call: str) -> str:

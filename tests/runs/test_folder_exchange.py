@@ -118,9 +118,6 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
         replayed(store)
 
 
-# Nothing lost, nothing twice
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("still")
@@ -163,9 +160,6 @@ def test_wish_to_stop_ends_the_waits_of_a_round_and_each_local_step_is_applied_o
     while not worker.run.stopping:
         worker.step()
     assert times_applied(store, [worker, other]) == [[1.0] * each.taken for each in (worker, other)]
-
-
-# What is refused
 
 
 BAD = {
@@ -363,9 +357,6 @@ def test_demo_and_route_owner_refuse_a_folder(store):
     alone = Worker(None, 0, group=Threads(1, 60.0).exchanges[0], top_k=None, route="owner")
     with pytest.raises(ValueError, match="every worker reads every message"):
         alone.optimizer.regroup(FolderExchange(store))
-
-
-# Stopping, leaving, failing stores
 
 
 def test_second_stop_in_one_round_is_another_wish(tmp_path):

@@ -33,9 +33,6 @@ MANIFEST = log.Manifest(RUN, 3, "w-1", [SENDER], {}, {"w-1": 0}, {"w-1": 1.5}, "
 RECORD = log.Record(RUN, "0.3.0", {"sync_every": "2"}, [["a", "b"]], [{"parameters": [[[4], "float32"]]}], 20, False)
 
 
-# Names that a stranger took first
-
-
 @pytest.mark.parametrize("taken", [b"", b"garbage", bytes(100), bytes(1 << 23)])
 @pytest.mark.parametrize("name", ["rounds/00000003/manifest", "rounds/00000003/w-1.message", "checkpoints/00000020"])
 def test_name_that_a_stranger_took_holds_the_runs_own_object_all_the_same(name, taken, store):
@@ -71,9 +68,6 @@ def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(store):
     assert not other.put_if_absent("run", b"{}")
     with pytest.raises(ForeignError, match="give the run's own --key-file, or none"):
         log.read_record(other)
-
-
-# Odd and many names
 
 
 def test_odd_names_are_no_workers_and_are_not_deleted(tmp_path):
@@ -156,9 +150,6 @@ def test_wish_to_stop_is_of_one_run():
     assert log.read_stop(store, RUN) is not None
     with pytest.raises(MessageError, match="stop is of another run"):
         log.read_stop(store, "another")
-
-
-# What others wrote
 
 
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats()
@@ -291,9 +282,6 @@ def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there(
     assert store.list("start") == set()
 
 
-# A whole run beside a stranger
-
-
 def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(store):
     """Objects of all kinds, for all rounds to come, of nonsense or copied from the run.
 
@@ -359,9 +347,6 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
     liar.optimizer._rounds.save()
     liar.run.wait_for_uploads()
     assert joiner.join().digest == liar.digest
-
-
-# A member that leaves out another
 
 
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
