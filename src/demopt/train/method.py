@@ -107,7 +107,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     assert config.momentum is not None
     assert config.weight_decay is not None
     if config.optimizer == "demo":
-        assert config.update is not None
         groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
         return DeMo(groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **settings)
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)

@@ -137,10 +137,10 @@ class Section:
         return self.size if self.planes[-1].bits != 8 else self.size - self.sizes[-1]
 
     @cached_property
-    def codes_at(self) -> int | None:
-        """The first bit of the codes of scales, if it has scales."""
-        planes = len(self.index.planes)  # none where all coefficients are sent
-        return None if not QUANTIZERS[self.values].largest_level else 8 * sum(self.sizes[:planes])
+    def codes(self) -> slice:
+        """The bits of the codes of scales; empty without scales."""
+        start = 8 * sum(self.sizes[: len(self.index.planes)])  # of positions, none where all are sent
+        return slice(start, start + SCALE_BITS * self.chunks * bool(QUANTIZERS[self.values].largest_level))
 
     def cut(self, data_WB: Tensor, span: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
         """Returns the bytes of a span of chunks in each plane, as views; of narrow planes the bits, if given."""
@@ -196,10 +196,8 @@ class Layout:
             narrows = [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)]
             narrow = torch.cat(narrows, -1)
         bits = bits_of(narrow).split([8 * section.narrow_bytes for section in sections], -1)
-        counts, coded = [], []
-        for section, mine in zip(sections, bits, strict=True):
-            counts.append(0 if section.codes_at is None else section.chunks)
-            coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
+        coded = [mine[..., section.codes] for section, mine in zip(sections, bits, strict=True)]
+        counts = [each.shape[-1] // SCALE_BITS for each in coded]
         codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
         faults, found = code_faults(codes), []
         given = zip(datas, bits, codes.split(counts, -1), strict=True)
