@@ -140,8 +140,7 @@ class Hyperparameters:
 
     def texts(self) -> dict[str, str]:
         """Returns the values as texts, the same on ranks with equal values: for 1 and 1.0, a rule and its name."""
-        found = {name: getattr(self, name) for name in NAMES}
-        return {name: str(value) if isinstance(value, Rule) else repr(value) for name, value in found.items()}
+        return {name: repr(getattr(self, name)) for name in NAMES} | {"update": str(self.update)}
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Whether decoding runs in integers: if it can, and `exact` is not False."""
