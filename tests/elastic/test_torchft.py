@@ -1,26 +1,191 @@
-"""torchft: exchanges among the workers of a quorum, over its gloo; and hooks of torch in the wrapper."""
+"""torchft: exchanges among the workers of a quorum, hooks in the wrapper, and each gradient applied exactly once.
 
+No gradient is lost and none is applied twice, whichever worker is killed when: counted exactly, on real processes.
+Replicas of torchft, with a real lighthouse, take orders and answer over a pipe. Gradient number n of a worker is 1 at
+one element that no other gradient has, and 0 elsewhere. Everything is sent, and each round divides by its W senders: an
+element that ends as -1/W was applied once, in a round of W members.
+"""
+
+import logging
+import os
+import signal
+import traceback
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 import demopt
 import problems
 import ranks
 from demopt.errors import ExchangeError
+from demopt.integrations.torchft import Optimizer, QuorumExchange
+from forked import CONTEXT
 
-pytest.importorskip("torchft")
+SECONDS = 200.0  # for anything that a test waits for: only what hangs takes so long
+TIMEOUT = timedelta(seconds=100)  # of a manager
+ROOM = 2048  # elements of each worker: more than it can take steps before another has joined
+SURVIVORS = 2
+INSTANTS = ("backward", "extract", "exchange", "check", "apply")  # at which victims 2, 3, ... die: before it
+EVERYONE = SURVIVORS + len(INSTANTS)
+ONCE = {-1 / 2, -1 / 3}  # an element whose gradient was applied in one round, of two members or three
 
-TIMEOUT = timedelta(seconds=90)  # far longer than anything here takes
+
+class Replica:
+    """A process that trains, of a lighthouse's; `number` gives it elements of its own."""
+
+    def __init__(self, lighthouse: str, number: int, local: bool) -> None:
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_run, args=(lighthouse, theirs, number, local), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait_for(self, word: str) -> Any:
+        """Returns what the replica says next, which is under this word."""
+        said, value = _heard(self.pipe)
+        assert said == word, f"a replica said {said!r} while {word!r} was awaited:\n{value}"
+        return value
+
+
+@contextmanager
+def _replicas(local: bool) -> Iterator[list[Replica]]:
+    """All of them; at the end they are killed."""
+    pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
+    from torchft.coordination import LighthouseServer
+
+    # A busy machine is slow: a quorum waits for all whose heart has beaten in the last seconds.
+    limits = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 3000}
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=SURVIVORS, **limits)
+    address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
+    everyone = [Replica(address, number, local) for number in range(EVERYONE)]
+    try:
+        yield everyone
+    finally:
+        for replica in everyone:
+            replica.process.kill()
+            replica.process.join()
+        lighthouse.shutdown()
+
+
+def _heard(pipe: Connection) -> Any:
+    assert pipe.poll(SECONDS), f"nothing within {SECONDS:g} s"
+    return pipe.recv()
+
+
+def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    store = None  # which its manager needs as long as it lives
+
+    def make_manager() -> Any:  # from here on the lighthouse counts this replica
+        import torchft
+
+        nonlocal store
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=TIMEOUT), min_replica_size=SURVIVORS, load_state_dict=None,
+            state_dict=None, timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0, world_size=1, store_addr="localhost",
+            store_port=store.port, lighthouse_addr=lighthouse, hostname="localhost",
+        )  # fmt: skip
+
+    try:
+        pipe.send(("result", _train(make_manager, pipe, number, local)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    os._exit(0)
+
+
+def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local: bool) -> dict[str, Any]:
+    parameter = torch.nn.Parameter(torch.zeros(EVERYONE * ROOM, dtype=torch.float64))
+    exactly = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
+    if local:
+        inner = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **exactly)
+    else:
+        inner = demopt.DeMo([parameter], lr=1.0, momentum_decay=0.0, update="sgd", **exactly)
+    _heard(pipe)
+    optimizer = Optimizer(make_manager(), inner)
+    taken = 0
+    while (order := _heard(pipe)) != "end":
+        optimizer.zero_grad()
+        if order == "join":
+            pipe.send(("joined", optimizer.workers))
+            continue
+        if order in INSTANTS[1:]:
+            holder = inner.replicator if order == "check" else inner
+            setattr(holder, order, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if order == "lose the result":  # all others have it, and apply it
+            _lose_a_vote(optimizer._quorum)
+        if order == "backward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2 if local else 1):  # to the next round
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad[number * ROOM + taken] = 1.0
+            optimizer.step()
+            taken += 1
+        pipe.send(("stepped", optimizer.workers))
+    weights = parameter.detach().view(EVERYONE, ROOM)
+    return {"weights": weights.tolist(), "taken": taken, "mark": inner.fingerprint(state=True)}
+
+
+def _lose_a_vote(quorum: Any) -> None:
+    """The next vote of a quorum is lost."""
+
+    def vote() -> bool:
+        del quorum.vote  # the one of its class comes back
+        raise ExchangeError("lost")
+
+    quorum.vote = vote
+
+
+def _step(members: list[Replica], orders: dict[int, str] | None = None) -> list[int]:
+    for number, member in enumerate(members):
+        member.pipe.send((orders or {}).get(number, "step"))
+    return [member.wait_for("stepped") for number, member in enumerate(members) if (orders or {}).get(number) is None]
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["DeMo", "LocalDeMo"])
+def test_every_gradient_is_applied_once(local):
+    with _replicas(local) as everyone:
+        survivors, victims = everyone[:SURVIVORS], everyone[SURVIVORS:]
+        for survivor in survivors:
+            survivor.pipe.send("go")
+        assert _step(survivors) == [2, 2]
+        for instant, victim in zip(INSTANTS, victims, strict=True):
+            victim.pipe.send("go")
+            victim.pipe.send("join")
+            while 3 not in _step(survivors):  # until the victim has joined
+                pass
+            assert victim.wait_for("joined") == 3
+            trio = [*survivors, victim]
+            assert _step(trio) == [3, 3, 3]
+            _step(trio, {2: instant})
+        _step(survivors, {0: "lose the result"})
+        assert _step(survivors[1:]) == [2]  # in which the other takes part without a gradient, as a new member does
+        assert survivors[0].wait_for("stepped") == 2
+        for survivor in survivors:
+            survivor.pipe.send("end")
+        results = [survivor.wait_for("result") for survivor in survivors]
+    assert results[0]["mark"] == results[1]["mark"]
+    for result in results:
+        for number, row in enumerate(result["weights"]):
+            applied = [value for value in row if value != 0]
+            assert set(applied) <= ONCE  # never twice
+            if number < SURVIVORS:  # and none of theirs is missing
+                assert len(applied) == results[number]["taken"]
+            else:  # two with the second round; what a victim took along is its last alone
+                steps = 2 if local else 1
+                died_after_its_vote = INSTANTS[number - SURVIVORS] == "apply"
+                assert len(applied) == steps * (1 + died_after_its_vote)
 
 
 def one_closes_and_the_other_waits(rank, world_size, port):
     import torchft
-
-    from demopt.integrations.torchft import QuorumExchange
 
     whole = torchft.ProcessGroupGloo(timeout=TIMEOUT)
     whole.configure(f"localhost:{port}/members", str(rank), rank, world_size, 1)
@@ -39,7 +204,8 @@ def one_closes_and_the_other_waits(rank, world_size, port):
 
 
 def test_close_releases_waiting_workers_though_others_hold_the_exchange():
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pytest.importorskip("torchft")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     (first, _), (second, said) = ranks.run(one_closes_and_the_other_waits, 2, store.port)
     assert first == second == [0, 1]
     assert "closed" in said.lower() or "reset" in said.lower()
@@ -49,8 +215,7 @@ def test_close_releases_waiting_workers_though_others_hold_the_exchange():
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_hooks_of_torch_run(kind):
     """The wrapper is a torch optimizer."""
-    from demopt.integrations.torchft import Optimizer
-
+    pytest.importorskip("torchft")
     (parameter,) = problems.parameters([(4, 4)])
     inner = demopt.DeMo([parameter]) if kind == "DeMo" else problems.local(shapes=[(4, 4)])
     manager = types.SimpleNamespace(current_step=lambda: 0)  # what the wrapper asks when it is built
