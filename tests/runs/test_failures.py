@@ -6,7 +6,7 @@ import threading
 from unittest.mock import Mock
 
 import pytest
-from small_s3 import error, small_s3
+from servers import error, small_s3
 from stores import Wrapped
 from workers import at_first
 

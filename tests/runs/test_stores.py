@@ -5,7 +5,7 @@ import os
 import pytest
 import servers
 import stores
-from small_s3 import small_s3
+from servers import small_s3
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.key import Keyed, read_key
