@@ -19,7 +19,7 @@ from demopt.exchange import Exchange, SingleRank
 SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
 MATRICES = [(32, 16), (17, 19), (5, 40)]
 STEPS = 4
-STATEFUL = [update for update in RULES if RULES[update].state_names()]
+STATEFUL = [update for update in RULES if RULES[update].moments]
 OTHERS = [update for update in RULES if not RULES[update].signs_only]  # which route "owner" cannot carry
 
 
@@ -78,7 +78,7 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update):
         optimizer = make(update, exchange)
         for first in (0, 2):
             for entry in optimizer.state.values():
-                for name in RULES[update].state_names():
+                for name in RULES[update].moments + RULES[update].weights:
                     entry[name].add_(exchange.rank + 1.0)
             if first:
                 optimizer.resync(0)
@@ -138,7 +138,8 @@ def test_update_rule_can_change_and_starts_from_zero(before):
             expected = problems.train(fresh, range(2, 4))
             assert problems.same_history(problems.train(optimizer, range(2, 4)), expected)
             assert problems.same_history(problems.train(resumed, range(2, 4)), expected)
-            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", "saved_by", *RULES[after].state_names()}
+            own = RULES[after].moments + RULES[after].weights
+            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", "saved_by", *own}
 
 
 def test_adamw_bias_correction_counts_per_parameter():

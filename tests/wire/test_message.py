@@ -10,7 +10,7 @@ import torch
 
 from demopt.errors import MessageError
 from demopt.wire import message as flag
-from demopt.wire.checksum import checksum, fingerprint, padded
+from demopt.wire.checksum import checksum, fingerprint
 from demopt.wire.coefficients import Strongest
 from demopt.wire.layout import Layout, Section
 from demopt.wire.message import Header, RawHeader, check_headers, handshake_due, pack_message, read_headers
@@ -245,7 +245,6 @@ def test_fingerprint_sees_bits_order_and_borders():
 
 
 def test_fingerprint_is_made_of_tensor_checksums():
-    data = [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<2f", 5, 6)]
+    data = [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<2f", 5, 6), bytes([1] * 9 + [0] * 7)]  # padded
     expected = literal.word_sum([literal.mixed(literal.checksum(part)) for part in data])
-    assert fingerprint([torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6])]) == expected
-    assert padded(torch.ones(9, dtype=torch.uint8)).tolist() == [1] * 9 + [0] * 7
+    assert fingerprint([torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6]), torch.ones(9).byte()]) == expected

@@ -38,8 +38,8 @@ class Rule:
         ValueError, TypeError: a setting that is no number, or outside its limits: betas in [0, 1), eps >= 1e-30.
 
     Examples:
-        >>> RULES["adamw"].state_names(), RULES["signum"].state_names()
-        (('exp_avg_sq', 'exp_avg_sq_weight'), ())
+        >>> AdamW.moments, AdamW.weights, Signum.moments
+        (('exp_avg_sq',), ('exp_avg_sq_weight',), ())
         >>> str(Lion()), str(Lion(beta1=0.5))
         ('lion', 'lion(beta1=0.5, beta2=0.99)')
     """
@@ -68,11 +68,6 @@ class Rule:
         U is [C, r, c]; for rules that need whole matrices it is [R, S] or a batch [B, R, S], without a spare.
         """
         raise NotImplementedError
-
-    @classmethod
-    def state_names(cls) -> tuple[str, ...]:
-        """Returns the names of all of its state."""
-        return cls.moments + cls.weights
 
 
 def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
@@ -251,7 +246,7 @@ def _mix(average: Tensor, new: Tensor, beta: float) -> None:
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Nesterov, Signum, Lion, Muon, AdamW)}
 
-RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names())
+RULE_STATE = tuple(name for rule in RULES.values() for name in rule.moments + rule.weights)
 RULE_WEIGHTS = tuple(name for rule in RULES.values() for name in rule.weights)
 
 _ALLOWED = f"choose one of {', '.join(map(repr, RULES))}, or give a rule with settings, such as demopt.Lion(beta1=0.9)"

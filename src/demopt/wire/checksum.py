@@ -18,7 +18,7 @@ BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the bloc
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Returns int64 [...] for uint8 [..., n], n a multiple of 8 (use `padded`), or for int64 words."""
+    """Returns int64 [...] for uint8 [..., n], n a multiple of 8, or for int64 words."""
     return combined(block_sums(data.view(torch.int64)))
 
 
@@ -49,11 +49,6 @@ def combined(sums: Tensor, without: tuple[int, Tensor] | None = None) -> Tensor:
     return sums.squeeze(-1)
 
 
-def padded(data: Tensor) -> Tensor:
-    """Pads uint8 [n] with zeros to a multiple of 8 bytes."""
-    return torch.nn.functional.pad(data, (0, -data.numel() % 8))
-
-
 def fingerprint(tensors: list[Tensor]) -> int:
     """Returns a number in [0, 2**64) that depends on every bit of the tensors and on their order."""
     sums = []
@@ -61,7 +56,8 @@ def fingerprint(tensors: list[Tensor]) -> int:
         flat = tensor.detach().contiguous().reshape(-1)
         flat = flat if not flat.numel() or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
         data = flat.view(torch.uint8)  # the stride of a single element may be anything
-        sums += [checksum(padded(part)).reshape(1) for part in data.split(64 * BLOCK)]
+        for part in data.split(64 * BLOCK):
+            sums.append(checksum(torch.nn.functional.pad(part, (0, -part.numel() % 8))).reshape(1))
     if not sums:
         return 0
     on_host = torch.empty(len(sums), dtype=torch.int64, device="cpu")
