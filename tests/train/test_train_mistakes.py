@@ -113,7 +113,7 @@ def test_device_is_one_that_torch_has_and_auto_takes_cuda(kind, monkeypatch):
         pick_device(other, 0, 1)
 
 
-def test_mistake_in_the_flags_comes_before_anything_is_said_to_start(monkeypatch, capsys):
+def test_mistake_in_the_flags_comes_before_anything_is_said_to_start(capsys):
     with pytest.raises(InputError, match="--preset is 'huge'"):
         cli._train(TrainConfig(preset="huge"))
     assert capsys.readouterr().out == ""

@@ -155,7 +155,7 @@ def test_settings_of_fresh_models_and_adapters_without_a_model_are_refused(base)
     assert resolve(TrainConfig(model=str(base))).sequence == 128  # its longest
 
 
-def test_run_goes_on_only_from_the_same_base_weights(tuned, base, tmp_path):
+def test_run_goes_on_only_from_the_same_base_weights(tuned, base):
     digest = json.loads((tuned("lora") / "config.json").read_text())["model_digest"]
     begin(resolve(TrainConfig(model=str(base), model_digest=digest)))
     other = tuned("all") / "model"
