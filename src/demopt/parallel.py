@@ -1,5 +1,6 @@
 """`unsync` and `broadcast_buffers`: models wrapped by DDP or FSDP2, and their buffers."""
 
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -120,8 +121,19 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
             ) from error
     if not model.static_graph:  # whose first backward pass fails without; the hook alone suffices
         model.require_backward_grad_sync = False
+    # `join` waits for all-reduces that nobody sends any more; `join_hook` is torch's `Join([model])`
+    model.join = model.join_hook = _refuse_join  # type: ignore[method-assign]
     model.require_forward_param_sync = False
     model.broadcast_buffers = False
+
+
+def _refuse_join(*_: Any, enable: bool = True, **__: Any) -> Any:
+    if not enable:
+        return nullcontext()
+    raise ValueError(
+        "join() of a model that went through demopt.unsync: rounds need all ranks. Let each take the same number of "
+        "steps, such as by drop_last=True, or by the smallest number of batches of any rank"
+    )
 
 
 def _unsync_fsdp(module: Any) -> None:

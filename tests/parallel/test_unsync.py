@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -145,6 +146,20 @@ def test_ddp_without_unsync_sends_gradients_and_causes_a_warning():
     for rank, (_, sent, said) in enumerate(ranks.run(_options, 2, "synchronised", "plain", "DeMo")):
         assert sent >= 5
         assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
+
+
+def _joins(rank: int, world_size: int) -> None:
+    model = demopt.unsync(DistributedDataParallel(make()))
+    with pytest.raises(ValueError, match=r"rounds need all ranks.*same number of steps"), model.join():
+        pass
+    with pytest.raises(ValueError, match="rounds need all ranks"):
+        Join([model])
+    with model.join(enable=False):
+        backward(model, rank)
+
+
+def test_join_of_an_unsynced_ddp_is_refused_before_it_waits_for_all_reduces() -> None:
+    ranks.run(_joins, 2)
 
 
 def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:

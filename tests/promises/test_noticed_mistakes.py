@@ -281,16 +281,22 @@ def _loaded(rank: int, world_size: int, order: str) -> list[str]:
     for part in order.split(", "):
         if part == "optimizer":
             again.load_state_dict(state)
+        elif part == "DDP":
+            DistributedDataParallel(nn.ParameterList(problems.all_parameters(again)))
         else:
             with torch.no_grad():
                 problems.all_parameters(again)[0].copy_(weights[0])
     return problems.warned(lambda: problems.fingerprints(again, [3], rank))
 
 
-def test_model_loaded_after_the_optimizer_is_noticed():
-    told = _told(_loaded, "optimizer, model")
-    _assert_told(told, "its steps since the last round are lost. Load the model first, then the optimizer")
-    assert _told(_loaded, "model, optimizer") == []
+@pytest.mark.parametrize(
+    ("order", "lose"), [("optimizer, model", [0, 1]), ("model, optimizer", []), ("model, optimizer, DDP", [1])]
+)
+def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so(order: str, lose: list[int]) -> None:
+    for rank, told in enumerate(ranks.run(_loaded, 2, order)):
+        _assert_told(
+            told, *["its steps since the last round are lost. Load the model, wrap it in Dis"][rank not in lose :]
+        )
 
 
 WRITTEN: dict[str, tuple[Any, list[int]]] = {  # the rate of a script at each step, and the rounds with a hint
@@ -321,6 +327,23 @@ def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kin
             rounds.append(step)
         if schedule is not None:
             schedule.step()
+    assert rounds == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "written", "expected"), [(2, [0], [20]), (1, [0], []), (2, [0, 1], []), (2, [1], []), (2, [], [])]
+)
+def test_rate_that_the_script_writes_into_the_first_of_several_groups_alone_causes_one_hint(
+    groups: int, written: list[int], expected: list[int]
+) -> None:
+    parameters = problems.parameters([(4, 4), (4,)])[:groups]
+    optimizer, rounds = LocalDeMo([torch.optim.SGD([p], lr=0.02) for p in parameters], sync_every=1), []
+    for step in range(23):
+        for number in written:
+            optimizer.param_groups[number]["lr"] = 0.02 * (1 - step / 40)
+        if texts := problems.warned(lambda step=step: problems.fingerprints(optimizer, [step])):
+            _assert_told(texts, "the learning rate of param_groups[0], and those of the other 1 are as at first")
+            rounds.append(step)
     assert rounds == expected
 
 

@@ -21,6 +21,7 @@ from demopt.validation import warn
 _LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
 _SMALL = 0.25  # of the rate that a group was built with; AdamW's best is about a tenth of Muon's
 _STILL_ROUNDS = 3  # without a rise: a warm-up is over
+_ALONE_ROUNDS = 20  # in a row in which only the first group has another rate than at first
 _COMMUNICATES = (
     "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
     "nothing is left for rounds to gain. Give its class for a single device (docs/integrations.md#optimizers)"
@@ -130,12 +131,14 @@ class Mistakes:
         self._built = [_rate(group) for group in optimizer.param_groups] if is_new else []  # rates, until a hint
         self._last = [0.0] * len(self._built)  # rates at the last round
         self._still = 0  # rounds since a rate rose
+        self._first: list[float] = []  # rates at the first round
+        self._alone = 0  # rounds in a row
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._steps = 0  # local steps
 
     def note_state(self, has_local_weights: bool) -> None:
         """A state was loaded, or the run's weights came: late in a run rates are small."""
-        self._built = []
+        self._built, self._first = [], []
         self._loaded = self._optimizer._weights.fingerprint() if has_local_weights else None
 
     def look_at_loaded(self) -> None:
@@ -144,7 +147,9 @@ class Mistakes:
             self._optimizer.warn_once(
                 "loaded",
                 "the weights were changed after load_state_dict, which had put this rank's local ones into the model: "
-                "its steps since the last round are lost. Load the model first, then the optimizer",
+                "its steps since the last round are lost. Load the model, wrap it in DistributedDataParallel, which "
+                "copies rank 0's weights to all, and only then load the optimizer",
+                here=True,
             )
         self._loaded = None
 
@@ -179,6 +184,7 @@ class Mistakes:
         A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch:
         that scales the rate it finds, and marks the group with `initial_lr`.
         """
+        self._look_at_other_groups()
         rates = [_rate(group) for group in self._optimizer.param_groups[: len(self._built)]]
         self._still = 0 if any(rate > last for rate, last in zip(rates, self._last, strict=False)) else self._still + 1
         self._last = rates
@@ -194,6 +200,22 @@ class Mistakes:
                 "scheduler of torch lowered it. If the script writes its own rate into param_groups, write the "
                 "optimizer's (Muon's is about 10 times AdamW's) there, and likewise wherever the script has a rate, "
                 "such as min_lr",
+            )
+
+    def _look_at_other_groups(self) -> None:
+        """Notices a script that writes its rate into the first group, where its own optimizer had no other."""
+        groups = self._optimizer.param_groups
+        rates = [_rate(group) for group in groups]
+        self._first = self._first if len(self._first) == len(rates) else rates
+        moved = [rate != first for rate, first in zip(rates, self._first, strict=True)]
+        alone = len(moved) > 1 and moved[0] and not any(moved[1:]) and "initial_lr" not in groups[0]
+        self._alone = self._alone + 1 if alone else 0
+        if self._alone == _ALONE_ROUNDS:
+            self._optimizer.warn_once(
+                "alone",
+                f"the script has changed the learning rate of param_groups[0], and those of the other "
+                f"{len(groups) - 1} are as at first. If its own optimizer had one group: write the rate into each of "
+                "optimizer.param_groups, of which muon_adamw makes two or more",
             )
 
     def look_at_evaluation(self) -> None:
