@@ -24,7 +24,8 @@ args = parser.parse_args()
 seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run reads the same batches
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=seedable)
 set_seed(0)
-text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+files = sorted(Path(__file__).parent.glob("*.py"))
+text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()
 data = text.unfold(0, 17, 1)  # 16 bytes, and the next
 model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 256))
 loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)

@@ -22,7 +22,7 @@ from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.inbox import CoveredError
 from demopt.runs.store import ObjectStore, StoreError
-from demopt.train.runs.status import status_of
+from demopt.train.runs.status import progress, status_of
 
 pytestmark = pytest.mark.usefixtures("still")
 
@@ -229,7 +229,8 @@ def test_object_that_is_gone_is_named_where_it_is_needed(gone, running, joining,
     first.round(4)
     record, digest = first.run.record, first.digest
     store.delete(log.checkpoint_name(record, 0) if name == "start" else name for name in gone)
-    assert status_of(store, record, "here")["round"] == status
+    found = status_of(store, record, "here")
+    assert (found["round"], found["step"], progress(found)) == (status, None, f"round {status}")  # a script's run
     for call, expected, told in (
         (lambda: replayed(store)[-1], digest, replaying),
         (lambda: (observer.optimizer.observe(), observer.digest)[1], digest, observing),

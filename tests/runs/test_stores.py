@@ -155,6 +155,21 @@ def test_endpoint_that_is_none_is_named(endpoint, monkeypatch):
         open_store("s3://bucket/run")
 
 
+def test_azure_takes_the_names_of_its_own_command_and_says_which_are_missing(monkeypatch):
+    given = servers.environment("azure", monkeypatch)
+    for name in ("ACCOUNT", "KEY"):
+        there = "ACCOUNT_NAME" if name == "ACCOUNT" else "ACCOUNT_KEY"
+        monkeypatch.delenv(f"AZURE_STORAGE_{there}")
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", given[f"AZURE_STORAGE_{there}"])
+    store = open_store(f"{servers.BUCKETS['azure'][1]}/names")
+    assert store.put_if_absent("a", b"x") or store.get("a", most=9) == b"x"
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
+    with pytest.raises(
+        ValueError, match=r"no credentials: .* AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+    ):
+        open_store("az://bucket/run")
+
+
 @pytest.mark.parametrize("address", ["s3://nowhere/run", "az://nowhere/run"])
 def test_missing_bucket_is_named(address, monkeypatch):
     servers.environment("azure" if address.startswith("az") else "s3", monkeypatch)

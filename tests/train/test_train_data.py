@@ -155,6 +155,9 @@ def test_load_corpus_refuses_mixed_data_a_small_vocabulary_and_a_tokenizer_that_
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "model").mkdir()
+    with pytest.raises(InputError, match="has no tokenizer; copy its tokenizer"):
+        load_tokenizer(str(tmp_path / "model"))
     np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
     with pytest.raises(InputError, match="mixes token files"):
         data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))

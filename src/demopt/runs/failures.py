@@ -45,6 +45,10 @@ class Failure:
 
 
 _METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
+CREDENTIALS = (
+    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "
+    "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+)
 TABLE = (
     # Folders
     Failure("LinkError", When.NEVER,
@@ -60,7 +64,7 @@ TABLE = (
     Failure("errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", When.PASSES, "the disk does not answer"),
     # Credentials and clock
     Failure(r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", When.SETTINGS,
-            "no credentials: set those of this cloud, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+            CREDENTIALS),
     Failure("ExpiredToken|TokenRefreshRequired|InvalidToken", When.SETTINGS,
             "the credentials' token has expired; get a new one"),
     Failure("RequestTimeTooSkewed|RequestExpired", When.SETTINGS,
@@ -108,7 +112,7 @@ def told(address: str) -> Iterator[None]:
         if not (isinstance(error, OSError) or type(error).__module__.startswith("obstore")):
             raise
         row = next(row for row in TABLE if re.search(row.sign, _signs(error)))
-        cause = "" if "no credentials" in row.told else f" ({_cause(error)})"
+        cause = "" if row.told == CREDENTIALS else f" ({_cause(error)})"
         text = f"{address}: {row.told}{cause}"
         if row.when is When.NEVER:
             raise ExchangeError(text) from error

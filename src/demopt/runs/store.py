@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from demopt.errors import ExchangeError, MessageError, first_line
-from demopt.runs.failures import StoreError, told
+from demopt.runs.failures import CREDENTIALS, StoreError, told
 
 T = TypeVar("T")
 _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
@@ -234,7 +234,7 @@ def open_store(address: str) -> Store:
     """Opens a path (which it makes), or an address such as s3://bucket/name, gs:// or az://.
 
     Credentials come from the environment, as each cloud's own tools name them (AWS_ACCESS_KEY_ID,
-    GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...); AWS_ENDPOINT_URL names another S3 server.
+    GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT, ...); AWS_ENDPOINT_URL names another S3 server.
     """
     from demopt.runs.disk import Disk
 
@@ -248,19 +248,21 @@ def open_store(address: str) -> Store:
     try:
         import obstore.store
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "obstore is missing; install it with: pip install 'demopt[run]'", name="obstore"
-        ) from None
+        raise ModuleNotFoundError("obstore is missing; install it with: pip install obstore", name="obstore") from None
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         if not re.match(r"https?://[^/]", os.environ.get(name) or "http://x"):
             raise ValueError(f"{name} is {os.environ[name]!r}; wanted http://HOST:PORT or https://HOST")
     kinds = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
     bucket, _, prefix = path.partition("/")
+    # The names of the az command, which obstore does not know
+    az = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"} if scheme == "az" else {}
+    given: Any = {to: os.environ[name] for name, to in az.items() if name in os.environ}
 
     def cloud(seconds: float) -> Any:
         return kinds[scheme](
             bucket,
             prefix=prefix or None,
+            **given,
             client_options={"allow_http": True, "timeout": "1h", "read_timeout": f"{seconds:.0f}s"},
             retry_config={"max_retries": 0},  # `Patient` repeats, and reports
         )
@@ -268,4 +270,5 @@ def open_store(address: str) -> Store:
     try:
         return ObjectStore(cloud(_SILENCE), place, cloud)
     except (obstore.exceptions.BaseError, OSError) as error:
-        raise ValueError(f"{address}: cannot be opened: {first_line(error)}") from error
+        cause = CREDENTIALS if "Account must be specified" in str(error) else first_line(error)
+        raise ValueError(f"{address}: cannot be opened: {cause}") from error

@@ -310,7 +310,10 @@ def load_tokenizer(name: str) -> Any:
             return PreTrainedTokenizerFast(tokenizer_file=name)
         return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-        raise InputError(f"--tokenizer {name}: not a tokenizer: {first_line(error)}") from None
+        why = "not a tokenizer: " + first_line(error)
+        if Path(name).is_dir() and not [*Path(name).glob("*tok*"), *Path(name).glob("vocab*")]:
+            why = "has no tokenizer; copy its tokenizer.json into it, or give another --tokenizer"
+        raise InputError(f"--tokenizer {name}: {why}") from None
 
 
 def save_tokenizer(config: TrainConfig, folder: Path, text: bool) -> None:

@@ -76,15 +76,17 @@ def status(
 def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
     from demopt.runs import log
-    from demopt.train.runs.status import status_of
+    from demopt.train.runs.status import progress, status_of
 
     run = open_run(address, key_file)
     found = status_of(run.store, run.record, address)
     again = f"demopt join {typed(address)}" + (f" --key-file {typed(key_file)}" if key_file else "")
-    number, steps = found["round"], f"after step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
+    number, by_script = found["round"], found["step"] is None
+    again = "its script" if by_script else again
     if found["state"] != "open":
-        more = "demopt export saves its model" if found["state"] == "done" else f"{again} goes on"
-        print(f"nothing to stop: the run is {found['state']} {steps}; {more}")
+        more = "" if by_script else "; demopt export saves its model"
+        more = more if found["state"] == "done" else f"; {again} goes on"
+        print(f"nothing to stop: the run is {found['state']} after {progress(found)}{more}")
         return 0
     log.put_stop(run.store, number, run.record.identity)
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; go on with: {again}")

@@ -34,8 +34,8 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
     counts = {name: value for name, value in settings.items() if type(value) is int and 0 < value < 1 << 62}
-    steps, every, evaluated = counts.get("steps"), counts.get("sync_every", 1), counts.get("eval_every")
-    done, reading = min(number * every, steps or 1 << 62), last.reading if last else None
+    steps, every, evaluated = counts.get("steps"), counts.get("sync_every", 0), counts.get("eval_every")
+    done, reading = min(number * every, steps or 1 << 62), last.reading if last else None  # 0 of a script's run
     read = reading.position / reading.total if reading and reading.total else None
     state = "done" if read == 1 or (steps is not None and done >= steps) else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
@@ -47,13 +47,13 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         if state == "open":
             row["next message"] = _message(worker, last, seen)
     each = _seconds_of_a_round(store, record, last)
-    missing = (steps - done) / every if steps is not None and state == "open" else 0
+    missing = (steps - done) / every if steps is not None and every and state == "open" else 0
     return {
         "run": record.identity,
         "address": address,
         "demopt": record.version,
         "round": number,
-        "step": done,
+        "step": done if every else None,
         "steps": steps,
         "epochs": counts.get("epochs"),
         "epoch": counts["epochs"] * read if read is not None and "epochs" in counts else None,
@@ -74,7 +74,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
 
 def shown(found: dict[str, Any]) -> Group:
     """Returns the status for a terminal: three lines, and a table of workers."""
-    parts = [f"step {found['step']}" + (f" of {found['steps']}" if found["steps"] else ""), f"round {found['round']}"]
+    parts = [progress(found)] + ([f"round {found['round']}"] if found["step"] is not None else [])
     parts += [f"epoch {found['epoch']:.2f} of {found['epochs']}"] if found["epoch"] is not None else []
     parts += [f"loss {found['loss']:.3f}"] if found["loss"] is not None else []
     validated = f" after step {found['val_step']}" if found["val_step"] else ""
@@ -93,6 +93,13 @@ def shown(found: dict[str, Any]) -> Group:
     for worker, reason in found["refused"].items():
         table.add_row(Text(printable(worker)), "", Text(printable(f"refused: {reason}")))
     return Group(*(Text(printable(line)) for line in lines if line), *([table] if table.rows else []))
+
+
+def progress(found: dict[str, Any]) -> str:
+    """Returns the step of a run, or the round of one that a script has started, whose steps nobody knows."""
+    if found["step"] is None:
+        return f"round {found['round']}"
+    return f"step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
 
 
 def _message(worker: str, last: Manifest | None, seen: Seen) -> str:

@@ -401,12 +401,16 @@ def export_model(address: str, key_file: str | None, given: Given) -> int:
     config, run = settings_of_run(address, key_file, given)
     if "steps" not in run.record.settings:
         raise InputError(f"the run in {address} was not started by demopt train; see LocalDeMo.observe for its script")
+    out = OutFolder(Path(config.out))
+    if config.model and out.root.exists() and out.root.samefile(config.model):
+        raise InputError(f"--out {config.out} is the run's --model; give another --out")
+    if out.metrics.exists() or out.identity.exists():
+        raise InputError(f"--out {config.out} holds a run; give another --out")
     config, model = begin(resolve(config))
     optimizer = make_optimizer(config, model, run)
     assert isinstance(optimizer, LocalDeMo)
     rounds = optimizer.observe()
     text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
-    out = OutFolder(Path(config.out))
     with out.writing(), optimizer.shared():
         save(config, model, out.root, config.merge)
         save_tokenizer(config, out.root, text)
