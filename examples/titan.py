@@ -14,7 +14,7 @@ import torchtitan.tools.utils as device
 from datasets import Dataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=6)
+parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--out", default="runs/titan")
 parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around AdamW")
 args = parser.parse_args()

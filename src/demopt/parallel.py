@@ -105,16 +105,9 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:
     """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
-
-    def send_nothing(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def] # torch looks
-        del state
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
     if not any(state is unsync for _, state in model._comm_hooks):
         try:
-            model.register_comm_hook(unsync, send_nothing)  # the state, unsync, marks the hook as this one
+            model.register_comm_hook(unsync, _send_nothing)  # the state, unsync, marks the hook as this one
         except RuntimeError as error:
             raise ValueError(
                 "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
@@ -125,6 +118,13 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
     model.join = model.join_hook = _refuse_join  # type: ignore[method-assign]
     model.require_forward_param_sync = False
     model.broadcast_buffers = False
+
+
+def _send_nothing(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def] # torch looks
+    del state
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def _refuse_join(*_: Any, enable: bool = True, **__: Any) -> Any:

@@ -22,7 +22,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "lora": (TORCHRUN, ("--steps", "8"), ("transformers", "peft")),
     "hf_accelerate": (TORCHRUN, ("--steps", "58"), ("accelerate",)),
     "lightning_strategy": (PYTHON, ("--steps", "4"), ("lightning",)),
-    "titan": (TORCHRUN, ("--steps", "8"), ("torchtitan",)),
+    "titan": (TORCHRUN, (), ("torchtitan",)),
     "ray_train": (PYTHON, ("--steps", "8"), ("ray",)),
 }
 

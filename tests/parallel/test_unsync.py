@@ -1,6 +1,7 @@
 """demopt.unsync: dense gradients no longer travel between replicas, and gradients are those of this replica alone."""
 
 import contextlib
+import io
 import warnings
 from collections import Counter
 from typing import Any
@@ -156,6 +157,18 @@ def _joins(rank: int, world_size: int) -> None:
         Join([model])
     with model.join(enable=False):
         backward(model, rank)
+
+
+def _saved(rank: int, world_size: int) -> None:
+    model, file = demopt.unsync(DistributedDataParallel(make())), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(again.module[0].weight, model.module[0].weight)
+
+
+def test_unsynced_ddp_is_saved_whole_as_before() -> None:
+    ranks.run(_saved, 1)
 
 
 def test_join_of_an_unsynced_ddp_is_refused_before_it_waits_for_all_reduces() -> None:

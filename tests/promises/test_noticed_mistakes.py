@@ -22,6 +22,7 @@ import demopt
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
+from demopt.errors import SettingsError
 from demopt.exchange import liveness
 
 
@@ -389,3 +390,32 @@ def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(call):
     assert re.match(rf"rank 0( \(host .*\))? called {re.escape(call)}, and rank 1 .*of 2 went on without", first)
     assert first.endswith("call it on all ranks, not under `if rank == 0:`")
     assert second.startswith("went on: ")
+
+
+# A step that one rank leaves out
+
+
+def _out_of_step(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
+    """The error after rank 1 has left out a step of the first of two equal optimizers; whether all stayed as before."""
+    more = {"route": "owner", "top_k": None} if kind == "owner" else {}
+    twins = [problems.optimizer_of(kind, problems.parameters([(40, 8)]), **more) for _ in range(2)]
+    for step in range(4):
+        for number, optimizer in enumerate(twins):
+            problems.set_gradients(problems.all_parameters(optimizer), step, rank, seed=number)
+            optimizer.step()
+    optimizer = twins[rank]
+    for step in range(4, 6):  # of LocalDeMo a local one, and a round
+        problems.set_gradients(problems.all_parameters(optimizer), step, rank)
+        before = [optimizer.fingerprint(), int(optimizer.replicator.round_number)]
+        try:
+            optimizer.step()
+        except SettingsError as error:
+            return str(error), before == [optimizer.fingerprint(), int(optimizer.replicator.round_number)]
+    return "", False
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "owner"])
+def test_rounds_of_two_equal_optimizers_are_not_averaged_with_each_other(kind: str) -> None:
+    for text, unchanged in ranks.run(_out_of_step, 2, kind):
+        assert "the ranks are at rounds of 2 optimizers: some rank has left out a step" in text
+        assert unchanged

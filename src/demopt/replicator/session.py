@@ -7,6 +7,7 @@ Inside a node, ranks may hold copies of a parameter: those that tensor paralleli
 two-level mesh. Messages travel between replicas, not between these ranks, whose copies must stay equal all the same.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +29,11 @@ from demopt.replicator.wiring import Wiring
 from demopt.validation import first_difference, warn
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
-from demopt.wire.message import NEW_LAYOUT, NONFINITE, Header
+from demopt.wire.message import IDENTITY, NEW_LAYOUT, NONFINITE, Header
 
 T = TypeVar("T")
 _STEP = "step (a rank that is behind takes the others' by resync)"
+_numbers = itertools.count()  # of this process's sessions
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -52,6 +54,10 @@ class Session:
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
         self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
         self._owes_comparison = False  # see `leave`
+        self._number = 1 + next(_numbers) % IDENTITY
+        #: Rank 0's number, from the first handshake on; 0 before. It is in messages, so that two optimizers of one
+        #: layout, such as those of twin networks, are not averaged with each other.
+        self.identity = 0
 
     @property
     def exchange(self) -> Meter:
@@ -62,7 +68,7 @@ class Session:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
                 self._exchange = exchange if isinstance(exchange, Meter) else Meter(exchange)
-                self._agreed = None  # this rank was alone until now
+                self._agreed, self.identity = None, 0  # this rank was alone until now
                 self.compares_gradients = exchange.world_size > 1
         return self._exchange
 
@@ -109,12 +115,26 @@ class Session:
         order = [*map(id, parameters)]
         is_new = self._agreed is None or order != self._order
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
-            if any(check_alike(exchange, facts, device, int(is_new))):
+            told = check_alike(exchange, facts, device, [int(is_new), self.identity, self._number])
+            if exchange is self.exchange:
+                self._identify(told)
+            if any(new for new, _, _ in told):
                 named = gather_values(exchange, names_of(wiring.groups), device)
                 for rank, names in enumerate(named):
                     check_order(f"rank {rank} has", "rank 0", named[0], names)
                 equalize_weights(exchange, tensors, device)
         self._order = order
+
+    def _identify(self, told: list[list[int]]) -> None:
+        """Takes the optimizer's identity from a handshake. SettingsError if the ranks are at different optimizers."""
+        known = [identity for _, identity, _ in told if identity]
+        if len({*known}) > 1:
+            raise SettingsError(
+                f"the ranks are at rounds of {len({*known})} optimizers: some rank has left out a step. Call step() of "
+                "each optimizer equally often on all ranks, also where a loss or a gradient of one rank is not finite"
+            )
+        if self.exchange.world_size > 1:  # a folder's workers have none in common
+            self.identity = known[0] if known else told[0][2]
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Remembers a hash of this step's gradients, and whether one is not zero, while `compares_gradients`."""

@@ -17,6 +17,7 @@ from demopt.wire.checksum import BLOCK, block_sums, combined
 MAGIC = b"DeMo"
 VERSION = 2
 HEADER_BYTES = 64
+IDENTITY = 0xFFFF  # bits of a settings digest: the optimizer's identity (`Session.identity`)
 NONFINITE = 1  # flag: the body is all zeros, because the sender's gradient could not be used; owners pass it on
 NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
 REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
@@ -134,7 +135,7 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
-    flags = 0
+    flags, digest = 0, ~0 if expected.settings & IDENTITY else ~IDENTITY  # a rank that has met nobody knows none
     for rank, raw in enumerate(received):
         if raw.length != HEADER_BYTES + body_bytes:
             raise MessageError(
@@ -153,7 +154,7 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
             ("step", raw.round_number, expected.round_number),
             ("body size", raw.body_bytes, body_bytes),
             ("layout digest", raw.layout, expected.layout),
-            ("settings digest", raw.settings, expected.settings),
+            ("settings digest", raw.settings & digest, expected.settings & digest),
         ):
             if came != wanted:
                 raise MessageError(f"{name} {came}, expected {wanted}", rank)
