@@ -133,6 +133,8 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     ("name", "content", "told"),
     [
         ("empty.txt", b"", "no text in it"),
+        ("chats.json", b'[\n {"messages": []}]', "chats.json is JSON; write it as JSON lines"),
+        ("chats.ndjson", b'{"text": "a"}\n{"text": "b"}', "into a file whose name ends in .jsonl"),
         ("short.txt", b"only a few words", "part has"),
         ("bad.npy", b"not numpy", "not a token file"),
         ("float.npy", np.zeros(1000), "wanted one row of integers, got float64 of shape"),

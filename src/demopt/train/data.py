@@ -6,6 +6,7 @@ Batches depend on seed, step, rank and pass alone, or with --epochs on the numbe
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from demopt.train.config import InputError, TrainConfig
 ANSWERER = "assistant"
 TOKEN_SUFFIXES = (".npy", ".bin")
 LINES_SUFFIX = ".jsonl"
+_LIKE_LINES = re.compile(
+    rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruction|prompt)"\s*:'
+)  # by its first object
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -213,6 +217,8 @@ def unfit(file: Path) -> str:
         return "a parquet file; write it as JSON lines: datasets.load_dataset('parquet', ...).to_json('x.jsonl')"
     if head.startswith(COMPRESSED):
         return "compressed; unpack it"
+    if file.suffix != LINES_SUFFIX and _LIKE_LINES.match(head):
+        return "JSON; write it as JSON lines, an object per line, into a file whose name ends in .jsonl"
     if b"\0" in head:
         return "binary, not text; tokens are read from .npy and .bin files"
     return "" if head.strip() else "empty"
