@@ -88,19 +88,9 @@ class Lookahead(torch.optim.SGD):
             p.copy_(slow.lerp_(p, 0.5))
 
 
-class TwoViews(torch.optim.SGD):
-    """As schedule-free optimizers."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
-class OtherState(torch.optim.SGD):
-    """As a wrapper that keeps its own state and that of another optimizer apart."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mine": {}, "base": super().state_dict()}
+#: As schedule-free optimizers; and as a wrapper that keeps its own state and that of another optimizer apart.
+TwoViews = type("TwoViews", (torch.optim.SGD,), dict.fromkeys(("train", "eval"), lambda _: None))
+OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"mine": {}, "base": {}}})
 
 
 @pytest.mark.parametrize(
