@@ -148,7 +148,8 @@ def read_state(
     trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
     if trains and not any("global" in entry if local else entry for entry in entries.values()):
         lacks = "global weights and error" if local else "momentum"
-        raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it")
+        inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if local else ""
+        raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
     for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             entry = entries.get(number, {})

@@ -348,6 +348,13 @@ def test_rate_that_the_script_writes_into_the_first_of_several_groups_alone_caus
     assert rounds == expected
 
 
+def test_rate_of_a_script_whose_optimizer_was_built_without_one_causes_no_hint():
+    optimizer = LocalDeMo(ADAMW(problems.parameters([(4, 4)])), sync_every=1)
+    for step in range(8):
+        optimizer.param_groups[0]["lr"] = 1e-5
+        assert problems.warned(lambda step=step: problems.fingerprints(optimizer, [step])) == []
+
+
 @pytest.mark.parametrize("build", [DeMo, lambda parameters: LocalDeMo(torch.optim.SGD(parameters))])
 def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build):
     optimizer = build(nn.Linear(2, 2, device="meta").parameters())

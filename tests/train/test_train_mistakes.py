@@ -37,6 +37,7 @@ from demopt.train.team import pick_device
         (["--device", "mps", "--optimizer", "demo"], "--device mps takes --optimizer local"),
         (["--epochs", "1", "--steps", "7"], "leave out --steps or --epochs"),
         (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),
+        (["--key-file", "run.key"], "--key-file is for a run in a folder, which --run names"),
         (["--colour", "red"], "No such option"),
         (["--stpes", "3"], "--steps"),  # in words that differ from one version of typer to another
         (["--values", "2bit"], "did you mean '2-bit'?"),
@@ -128,7 +129,10 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder)):
         with pytest.raises(InputError, match=r"^--preset tiny does not fit: memory about 43.. GB: weights 8.6 GB"):
             refuse()
-    refuse_if_too_large(resolve(TrainConfig(preset="tiny")), cpu, 2)
+    small = resolve(TrainConfig(preset="tiny"))
+    refuse_if_too_large(small, cpu, 2)
+    with pytest.raises(InputError, match=r"activations 871.2 GB; .* take a smaller model, a smaller --batch"):
+        refuse_if_too_large(replace(small, batch=10**6), cpu, 1)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**40, "SC_PAGE_SIZE": 4096}.get)
     with pytest.raises(InputError, match=r"a message would have .* bytes"):
         refuse_if_too_large(replace(config, width=32768, mlp=131072), cpu, 1)

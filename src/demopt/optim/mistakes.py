@@ -4,6 +4,7 @@
 parameters in its first step (`look_at_models`). `Mistakes` watches the script around a LocalDeMo.
 """
 
+import inspect
 import threading
 import weakref
 from typing import Any
@@ -128,7 +129,7 @@ class Mistakes:
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
-        self._built = [_rate(group) for group in optimizer.param_groups] if is_new else []  # rates, until a hint
+        self._built = _chosen_rates(optimizer.inner) if is_new else []  # until a hint
         self._last = [0.0] * len(self._built)  # rates at the last round
         self._still = 0  # rounds since a rate rose
         self._first: list[float] = []  # rates at the first round
@@ -242,6 +243,16 @@ class Mistakes:
     def _since_round(self) -> str:
         steps = self._optimizer.local_steps
         return f"{steps} step{'s' * (steps != 1)} after the last round" if steps else "before its round was applied"
+
+
+def _chosen_rates(inner: list[torch.optim.Optimizer]) -> list[float]:
+    """Returns the rate of each group as it was built; 0 where it is the default of the class, which nobody chose."""
+    found = []
+    for each in inner:
+        by_class = inspect.signature(type(each)).parameters.get("lr")
+        default = by_class.default if by_class is not None else None
+        found += [0.0 if _rate(group) == default else _rate(group) for group in each.param_groups]
+    return found
 
 
 def _rate(group: dict[str, Any]) -> float:

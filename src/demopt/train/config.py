@@ -54,7 +54,8 @@ general, text, decoder, training, machine = (
 )
 message = partial(setting, "Messages", fits=("demo", "local"))
 local = partial(setting, "Local steps", fits=("local",))
-folder = partial(setting, "A run is a folder", free=True)
+FOLDER = "A run is a folder"
+folder = partial(setting, FOLDER, free=True)
 
 
 @pydantic.dataclasses.dataclass(
@@ -291,6 +292,8 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     for name in given:  # config files may hold settings of other optimizers
         if config.model and name in {"preset", "vocab_size", *SHAPE}:
             raise InputError(f"{flag(name)} is for a fresh model; --model {config.model} has its own shape")
+        if SETTINGS[name]["panel"] == FOLDER and not config.run:
+            raise InputError(f"{flag(name)} is for a run in a folder, which --run names")
         fits = SETTINGS[name]["fits"]
         if fits and config.optimizer not in fits:
             raise InputError(

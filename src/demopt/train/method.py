@@ -27,6 +27,7 @@ from demopt.train.out import Row
 from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
+MANY_TOKENS = 1 << 16  # in a forward pass, whose activations may then be more than all else
 TRAINERS = ("momentum", "global_batch")  # settings of an optimizer that are no arguments of its class
 
 
@@ -171,7 +172,8 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
         needed = memory_of(config, model, make_optimizer(config, model, SingleRank()))
     except ValueError as error:  # such as a message that would be too long
         raise InputError(f"{what}: {error}") from None
-    if 2 * sum(needed.values()) * workers > here:  # otherwise not worth the time
+    tokens = config.batch * (config.sequence or 0)
+    if 2 * sum(needed.values()) * workers > here or tokens >= MANY_TOKENS:  # otherwise not worth the time
         needed["activations"] = activations_of(config, device)
     if sum(needed.values()) * workers > here:
         raise InputError(
