@@ -22,6 +22,7 @@ from demopt.runs.inbox import CoveredError
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore
 from demopt.train.runs import command
+from forked import wait_for
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -423,3 +424,18 @@ def test_requests_of_a_round_are_those_of_the_documents(count):
     assert reads <= calls.count("get") <= reads + count - 1  # again, if another's manifest comes between two requests
     assert count < calls.count("put_if_absent") <= 2 * count
     assert calls.count("list") >= count
+
+
+def test_worker_whose_look_has_listed_its_own_message_does_not_read_that():
+    bare, calls = ObjectStore(), list[str]()
+
+    def hook(call):
+        calls.append(call)
+        if call == "list" and worker.rounds:
+            wait_for(lambda: log.look(bare, worker.rounds).messages)
+
+    worker = Worker(stores.Wrapped(bare, hook), 0, checkpoint_every=100)
+    worker.round()
+    calls.clear()
+    worker.round()
+    assert calls.count("get") == 2, "the manifest before, and the wish to stop"

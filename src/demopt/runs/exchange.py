@@ -337,12 +337,11 @@ class FolderExchange(VaryingExchange):
         mine = found[-1] if puts_at_once else mine
         put_at, waited_for = time.monotonic(), tuple[str, ...]()  # or when it found that the round is over
         if (manifest := inbox.read_manifest()) is None:
-            if puts_at_once:
-                inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
-            else:
+            if not puts_at_once:
                 (mine,) = inbox.read_new(partial(self._put, replace(mine, stop=self._heard_stop < math.inf)))
                 put_at = time.monotonic()
             inbox.add(mine, log.digest(mine.packed()))
+            inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
             manifest, waited_for = self._manifest_of(inbox, mine, put_at)
         error: DemoptError | None = None
         known_at = inbox.known_at or time.monotonic()
