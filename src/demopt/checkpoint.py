@@ -57,7 +57,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Adds the keys of other ranks; called by DCP."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)  # newer torch puts None for every `_Entry`
+        super().set_up_planner(state_dict, metadata, is_coordinator)  # newer torch puts None for `_Entry`, numbers stay
         saved = metadata.state_dict_metadata if metadata is not None else {}
         # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
         # The keys there are this rank's; instead come those of the old ranks that it takes over from. Their value only

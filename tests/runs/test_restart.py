@@ -179,6 +179,14 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
     assert "round 1 is another one in" in again.said[0]
 
 
+def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
+    worker = Worker(store, 0)
+    worker.round()
+    worker.run.unsent = 5
+    worker.optimizer._rounds._drop_unsent()
+    assert (worker.run.unsent, worker.run.last.in_momentum) == (0, False)
+
+
 def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(store):
     first, second = joined(store, checkpoint_every=2)
     together([first, second], 1)

@@ -260,15 +260,15 @@ class ChunkGroup:
 
 
 def build(
-    numbered: Iterable[tuple[int, Tensor]], settings: list[Hyperparameters], kernels: str, before: Iterable[ChunkGroup]
+    grouped: Iterable[tuple[int, Tensor]], settings: list[Hyperparameters], kernels: str, before: Iterable[ChunkGroup]
 ) -> list[ChunkGroup]:
-    """Builds the chunk groups of all parameters that train, each with the number of its parameter group.
+    """Builds the chunk groups of all parameters that train; `grouped`: each after the number of its parameter group.
 
     Shapes and settings alone determine their order. Those of `before` with the same parameters and chunks hand over
     their buffers, so that a round that began with them can subtract from the same momentum.
     """
     by_key: dict[GroupKey, list[ChunkedParameter]] = {}
-    for number, (group, parameter) in enumerate(numbered):
+    for number, (group, parameter) in enumerate(grouped):
         if parameter.requires_grad:
             local, own = to_local(parameter), settings[group]
             cut = chunking(tuple(local.shape), own.chunk, own.chunking)

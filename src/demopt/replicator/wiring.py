@@ -181,10 +181,10 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.param_group]
             return replace(before, inputs=inputs, settings=settings, texts=texts)
-    numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
-    chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
+    grouped = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
+    chunk_groups = build(grouped, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
-    parameters = [parameter for _, parameter in numbered]
+    parameters = [parameter for _, parameter in grouped]
     rest = reason, shard_groups(parameters)
     return Wiring(inputs, groups, parameters, settings, texts, tuple(chunk_groups), route, *rest)
 

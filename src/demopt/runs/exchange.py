@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
-_STILL_THERE = 10.0  # seconds after a manifest was read, while it is taken to be there
+_STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
@@ -324,7 +324,7 @@ class FolderExchange(VaryingExchange):
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # No message is put without the manifest before. For `_STILL_THERE` seconds after it was read it is taken to be
+        # No message is put without the manifest before. In a round's first `_STILL_THERE` seconds it is taken to be
         # there: then the put goes beside the look. No long upload is made for a round that is over: whoever may be late
         # looks first. So does whoever reads the wish to stop, because its message tells the others.
         age = began - attached.round_began

@@ -164,7 +164,7 @@ def draft(
     """
     awaited = expected(decided, hellos)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
-    members: dict[str, int] = {}
+    members: dict[str, int] = {}  # expected next, and so without those that leave
     for worker in sorted([*heard, *sorted(awaited.difference(heard))][:MOST_MEMBERS]):
         sent = messages.get(worker)
         silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
@@ -194,7 +194,7 @@ def draft(
 
 
 def _moves(senders: Sized, members: Sized) -> bool:
-    """Whether a round moves the weights: at least half of its members have sent.
+    """Whether a round moves the weights: its senders, also those that leave, are at least half as many as `members`.
 
     A member that decides before the others have sent would move them alone, and no median bounds one message.
     """

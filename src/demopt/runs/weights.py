@@ -202,7 +202,8 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            self._unknown_from = self._number + (restored.is_settled or restored.message is not None)
+            knows_this_round = restored.is_settled or restored.message is not None
+            self._unknown_from = self._number + int(knows_this_round)
             self._settled_round = self._number if restored.is_settled else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
@@ -248,6 +249,8 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
+        if self.run.last is not None:  # of a message that was left out nothing is sent later
+            self.run.last = replace(self.run.last, in_momentum=False)
         self.keeps_steps, self._unknown_from, self._settled_round = False, math.inf, -1
 
     def observe(self) -> int:
@@ -300,7 +303,7 @@ class FolderRounds(Rounds):
         except ForkedError as error:
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
-            self.is_behind = True
+            self.is_behind = True  # LocalDeMo then adopts the weights of now, and catches up
             return
         except BaseException:
             if not replicator.in_flight:
@@ -461,7 +464,7 @@ class FolderRounds(Rounds):
             try:
                 run.store.delete(map(log.moments_name, older[:-1]))
                 if not run.record.keep_log and older:  # a slow worker may still read what came after `older[-1]`
-                    cleared = older[0] if len(older) > 1 else 0  # the save of `older[-1]` cleared the rounds before it
+                    cleared = older[0] if len(older) > 1 else 0  # the last save cleared those before `older[0]`
                     log.clear(run.store, range(cleared, older[-1]))
                     run.store.delete(log.checkpoint_name(run.record, each) for each in older[:-1])
             except ExchangeError as error:
@@ -480,7 +483,7 @@ class FolderRounds(Rounds):
         run.received_bytes += len(data)
         head, found = _split(name, data)
         before = self._known_manifest(number - 1) if number else None
-        mine = (run.record.identity if number else "", number, _shapes(tensors))
+        mine = (run.record.identity if number else "", number, _shapes(tensors))  # the first one is older than the run
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
         if head.get("before") != log.digest_of(before):

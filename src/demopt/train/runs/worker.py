@@ -287,7 +287,7 @@ class Worker:
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
-        self.optimizer.finish_round()  # may send again (`sends_again`): all have this note, the last outcome counts
+        self.optimizer.finish_round()  # if it sends again, this note counts for all; `_hear` hears of the last
         self._hear(loss)
         stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
         if self.run.leaving:
