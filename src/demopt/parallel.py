@@ -1,6 +1,5 @@
 """`unsync` and `broadcast_buffers`: models wrapped by DDP or FSDP2, and their buffers."""
 
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -114,8 +113,8 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
             ) from error
     if not model.static_graph:  # whose first backward pass fails without; the hook alone suffices
         model.require_backward_grad_sync = False
-    # `join` waits for all-reduces that nobody sends any more; `join_hook` is torch's `Join([model])`
-    model.join = model.join_hook = _refuse_join  # type: ignore[method-assign]
+    if _refuse_join not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_join)
     model.require_forward_param_sync = False
     model.broadcast_buffers = False
 
@@ -127,13 +126,13 @@ def _send_nothing(state: object, bucket) -> torch.futures.Future[Tensor]:  # typ
     return future
 
 
-def _refuse_join(*_: Any, enable: bool = True, **__: Any) -> Any:
-    if not enable:
-        return nullcontext()
-    raise ValueError(
-        "join() of a model that went through demopt.unsync: rounds need all ranks. Let each take the same number of "
-        "steps, such as by drop_last=True, or by the smallest number of batches of any rank"
-    )
+def _refuse_join(model: DistributedDataParallel, _: Any) -> None:
+    """Before a forward pass: refuses torch's `Join`, as by `model.join()`, which waits for all-reduces of others."""
+    if model._join_config.enable and not torch.compiler.is_compiling():
+        raise ValueError(
+            "join() of a model that went through demopt.unsync: rounds need all ranks. Let each take the same number "
+            "of steps, such as by drop_last=True, or by the smallest number of batches of any rank"
+        )
 
 
 def _unsync_fsdp(module: Any) -> None:

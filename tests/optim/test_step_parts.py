@@ -41,6 +41,16 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
     assert not any(momentum.any() for momentum in problems.momenta(watcher))
     watcher.state_dict()  # no round is open
 
+    def go_on(exchange: Exchange) -> int:
+        optimizer = _optimizer(exchange)
+        problems.set_gradients(problems.all_parameters(optimizer), 0, exchange.rank)
+        optimizer.step()
+        for messages in results[1:]:  # of another session
+            optimizer.apply(messages)
+        return optimizer.fingerprint(state=True)
+
+    assert ranks.threads(go_on, 2) == [mark, mark]
+
 
 MAKERS = (
     functools.partial(problems.demo, shapes=[(20, 12)], lr=0.1, update="sgd"),

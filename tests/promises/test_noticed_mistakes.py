@@ -332,13 +332,19 @@ def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kin
 
 
 @pytest.mark.parametrize(
-    ("groups", "written", "expected"), [(2, [0], [20]), (1, [0], []), (2, [0, 1], []), (2, [1], []), (2, [], [])]
+    ("rates", "written", "expected"),
+    [
+        ([0.02, 0.01], [0], [20]),
+        ([0.02, 0.01], [0, 1], []),
+        ([0.02, 0.01], [1], []),
+        ([0.02, 0.01], [], []),
+        ([0.02, 0.0], [0], []),  # the other one does not train yet
+        ([0.02], [0], []),
+    ],
 )
-def test_rate_that_the_script_writes_into_the_first_of_several_groups_alone_causes_one_hint(
-    groups: int, written: list[int], expected: list[int]
-) -> None:
-    parameters = problems.parameters([(4, 4), (4,)])[:groups]
-    optimizer, rounds = LocalDeMo([torch.optim.SGD([p], lr=0.02) for p in parameters], sync_every=1), []
+def test_rate_that_the_script_writes_into_the_first_of_several_groups_alone_causes_one_hint(rates, written, expected):
+    pairs = zip(problems.parameters([(4, 4), (4,)]), rates, strict=False)
+    optimizer, rounds = LocalDeMo([torch.optim.SGD([p], lr=rate) for p, rate in pairs], sync_every=1), []
     for step in range(23):
         for number in written:
             optimizer.param_groups[number]["lr"] = 0.02 * (1 - step / 40)

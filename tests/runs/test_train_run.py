@@ -371,6 +371,9 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     assert f"the run's model is {base}, which is not here: give a copy of it by --model" in command(*join, code=2)
     other = models.save_tiny(machines.place / "other", seed=2)
     assert "these are not the weights that the run began with" in command(*join, "--model", other, code=2)
+    (machines.place / "empty").mkdir()
+    told = command("export", machines.run, "--out", machines.place / "empty", "--model", "nowhere", code=2)
+    assert "--model nowhere" in told or "the run's model" in told
     for out, told in ((moved, "is the run's --model"), (machines.place / "first", "holds a run")):
         seen = command("export", machines.run, "--out", out, "--model", moved, "--merge", code=2)
         assert seen == f"demopt: --out {out} {told}; give another --out\n"

@@ -131,8 +131,9 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
             refuse()
     small = resolve(TrainConfig(preset="tiny"))
     refuse_if_too_large(small, cpu, 2)
-    with pytest.raises(InputError, match=r"activations 871.2 GB; .* take a smaller model, a smaller --batch"):
+    with pytest.raises(InputError, match=r"activations 838.4 GB; .* take a smaller model, a smaller --batch"):
         refuse_if_too_large(replace(small, batch=10**6), cpu, 1)
+    refuse_if_too_large(replace(small, batch=1, sequence=1 << 16), cpu, 1)  # .9 GB, and 34 with a mask that none needs
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**40, "SC_PAGE_SIZE": 4096}.get)
     with pytest.raises(InputError, match=r"a message would have .* bytes"):
         refuse_if_too_large(replace(config, width=32768, mlp=131072), cpu, 1)

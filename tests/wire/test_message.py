@@ -202,6 +202,17 @@ def test_handshake_due_ignores_corrupted_messages():
         assert not handshake_due(read_headers(messages))
 
 
+def test_optimizers_identities_are_compared_where_both_are_known():
+    for identity, differs in ((0, False), (0x1211, False), (0x1210, True)):
+        messages, settings = _three(), HEADER.settings & ~flag.IDENTITY | identity
+        messages[2] = pack_message(replace(HEADER, rank=2, settings=settings), torch.zeros(BODY, dtype=torch.uint8))
+        assert handshake_due(read_headers(messages)) == differs
+        if differs:
+            _refused(messages, "settings digest")
+        else:
+            check_headers(read_headers(messages), HEADER, BODY)
+
+
 def test_check_names_the_first_bad_rank_whatever_is_wrong():
     messages = _three()
     messages[1:, 70] ^= 1

@@ -209,7 +209,7 @@ class Mistakes:
         rates = [_rate(group) for group in groups]
         self._first = self._first if len(self._first) == len(rates) else rates
         moved = [rate != first for rate, first in zip(rates, self._first, strict=True)]
-        alone = len(moved) > 1 and moved[0] and not any(moved[1:]) and "initial_lr" not in groups[0]
+        alone = any(self._first[1:]) and moved[0] and not any(moved[1:]) and "initial_lr" not in groups[0]
         self._alone = self._alone + 1 if alone else 0
         if self._alone == _ALONE_ROUNDS:
             self._optimizer.warn_once(

@@ -275,6 +275,12 @@ class Replicator:
             new.header = replace(header, flags=FINGERPRINT, fingerprint=fingerprint)
         return new
 
+    def _begin_alone(self) -> Round:
+        """Begins the round of a rank that sends nothing, as in a replay: its messages may be of any session."""
+        new = self._begin(self.wiring())
+        new.header = replace(new.header, settings=new.header.settings & ~IDENTITY)
+        return new
+
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
         """Steps 1 to 4 for a prepared round, whose message it makes."""
         wiring, started = current.wiring, time.perf_counter()
@@ -363,7 +369,7 @@ class Replicator:
 
         Raises the errors of `apply`: MessageError, DriftError.
         """
-        self._checked(self.round or self._begin(self.wiring()), messages)
+        self._checked(self.round or self._begin_alone(), messages)
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
         """Returns the round's result, decoded, of which everything is checked, once.
@@ -394,7 +400,7 @@ class Replicator:
         needs only this call.
         """
         started = time.perf_counter()
-        current = self.round or self._begin(self.wiring())  # a new one for a rank that sends nothing
+        current = self.round or self._begin_alone()
         result = self._checked(current, messages)
         current.wiring.require_unchanged()
         if not result.skipped:

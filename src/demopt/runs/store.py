@@ -256,7 +256,8 @@ def open_store(address: str) -> Store:
     bucket, _, prefix = path.partition("/")
     # The names of the az command, which obstore does not know
     az = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"} if scheme == "az" else {}
-    given: Any = {to: os.environ[name] for name, to in az.items() if name in os.environ}
+    own = {name: f"AZURE_STORAGE_{to.upper()}" for name, to in az.items()}
+    given: Any = {az[name]: os.environ[name] for name in az if os.environ.get(name) and own[name] not in os.environ}
 
     def cloud(seconds: float) -> Any:
         return kinds[scheme](

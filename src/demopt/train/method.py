@@ -192,7 +192,8 @@ def activations_of(config: TrainConfig, device: torch.device) -> int:
     kept: dict[int, Tensor] = {}  # by storage; the tensors, so that no storage comes twice
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        if tensor.shape[1:] != (1, config.sequence, config.sequence):  # a mask, which only unknown contents need
+            kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with torch.device("meta"):

@@ -122,8 +122,13 @@ def handshake_due(received: list[RawHeader]) -> bool:
     Only whole messages count: ranks that received other bytes must not disagree on it.
     """
     whole = [header for header in received if header.is_whole]
-    differ = whole[:1] == received[:1] and len({header.settings for header in whole}) > 1
+    differ = whole[:1] == received[:1] and not _alike({header.settings for header in whole})
     return differ or any(header.flags & NEW_LAYOUT for header in whole)
+
+
+def _alike(settings: set[int]) -> bool:
+    """Whether settings digests are equal. One without an identity is from before the handshake, or of a replay."""
+    return len({each & ~IDENTITY for each in settings}) == 1 and len({each & IDENTITY for each in settings} - {0}) < 2
 
 
 def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
@@ -135,7 +140,7 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
-    flags, digest = 0, ~0 if expected.settings & IDENTITY else ~IDENTITY  # a rank that has met nobody knows none
+    flags = 0
     for rank, raw in enumerate(received):
         if raw.length != HEADER_BYTES + body_bytes:
             raise MessageError(
@@ -148,13 +153,14 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
             raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
         if raw.claimed != raw.checksum:
             raise MessageError("checksum does not match: corrupted on the way", rank)
+        settings = raw.settings if _alike({raw.settings, expected.settings}) else expected.settings
         for name, came, wanted in (
             ("rank", raw.rank, rank),
             ("world size", raw.world_size, expected.world_size),
             ("step", raw.round_number, expected.round_number),
             ("body size", raw.body_bytes, body_bytes),
             ("layout digest", raw.layout, expected.layout),
-            ("settings digest", raw.settings & digest, expected.settings & digest),
+            ("settings digest", raw.settings, settings),
         ):
             if came != wanted:
                 raise MessageError(f"{name} {came}, expected {wanted}", rank)
