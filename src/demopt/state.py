@@ -417,7 +417,7 @@ def _loaded(rank: int, data: bytearray) -> StateDict:
 
 
 def load_file(file: BinaryIO) -> StateDict:
-    """Returns the state in a file of `torch.save`, without running code. ValueError: it is damaged, or no such file."""
+    """Returns the state in a file of `torch.save`, without running code. ValueError: it is damaged, or another file."""
     try:
         # torch reads past wrong checksums, and writes none if it is told so
         if torch.serialization.get_crc32_options() and (broken := zipfile.ZipFile(file).testzip()):

@@ -164,9 +164,7 @@ def test_azure_takes_the_names_of_its_own_command_and_says_which_are_missing(mon
     store = open_store(f"{servers.BUCKETS['azure'][1]}/names")
     assert store.put_if_absent("a", b"x") or store.get("a", most=9) == b"x"
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
-    with pytest.raises(
-        ValueError, match=r"no credentials: .* AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
-    ):
+    with pytest.raises(ValueError, match=r"no credentials: .* AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"):
         open_store("az://bucket/run")
 
 

@@ -202,9 +202,9 @@ def test_handshake_due_ignores_corrupted_messages():
         assert not handshake_due(read_headers(messages))
 
 
-def test_optimizers_identities_are_compared_where_both_are_known():
-    for identity, differs in ((0, False), (0x1211, False), (0x1210, True)):
-        messages, settings = _three(), HEADER.settings & ~flag.IDENTITY | identity
+def test_numbers_of_optimizers_are_compared_where_both_are_known():
+    for number, differs in ((0, False), (0x1211, False), (0x1210, True)):
+        messages, settings = _three(), HEADER.settings & ~flag.OPTIMIZER | number
         messages[2] = pack_message(replace(HEADER, rank=2, settings=settings), torch.zeros(BODY, dtype=torch.uint8))
         assert handshake_due(read_headers(messages)) == differs
         if differs:

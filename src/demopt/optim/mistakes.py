@@ -214,7 +214,7 @@ class Mistakes:
         if self._alone == _ALONE_ROUNDS:
             self._optimizer.warn_once(
                 "alone",
-                f"the script has changed the learning rate of param_groups[0], and those of the other "
+                "the script has changed the learning rate of param_groups[0], and those of the other "
                 f"{len(groups) - 1} are as at first. If its own optimizer had one group: write the rate into each of "
                 "optimizer.param_groups, of which muon_adamw makes two or more",
             )

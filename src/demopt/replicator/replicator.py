@@ -46,7 +46,7 @@ from demopt.validation import check_rank, warn
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
-from demopt.wire.message import FINGERPRINT, HEADER_BYTES, IDENTITY, NONFINITE, Header, handshake_due
+from demopt.wire.message import FINGERPRINT, HEADER_BYTES, NONFINITE, OPTIMIZER, Header, handshake_due
 
 Gradients = Sequence[Tensor | None]
 MANY_SKIPS = 20  # in a row: more than a GradScaler needs to find its scale
@@ -198,7 +198,7 @@ class Replicator:
         """Returns the header of this rank's next message, without flags."""
         inputs = wiring.inputs
         settings = digest(repr([*wiring.texts, *inputs.options.config_facts()]))  # all that ranks must share
-        settings = settings & ~IDENTITY | self.session.identity
+        settings = settings & ~OPTIMIZER | self.session.optimizer_number
         digests = wiring.route.layout.digest, settings
         return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
 
@@ -278,7 +278,7 @@ class Replicator:
     def _begin_alone(self) -> Round:
         """Begins the round of a rank that sends nothing, as in a replay: its messages may be of any session."""
         new = self._begin(self.wiring())
-        new.header = replace(new.header, settings=new.header.settings & ~IDENTITY)
+        new.header = replace(new.header, settings=new.header.settings & ~OPTIMIZER)
         return new
 
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:

@@ -29,7 +29,7 @@ from demopt.replicator.wiring import Wiring
 from demopt.validation import first_difference, warn
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
-from demopt.wire.message import IDENTITY, NEW_LAYOUT, NONFINITE, Header
+from demopt.wire.message import NEW_LAYOUT, NONFINITE, OPTIMIZER, Header
 
 T = TypeVar("T")
 _STEP = "step (a rank that is behind takes the others' by resync)"
@@ -54,10 +54,10 @@ class Session:
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
         self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
         self._owes_comparison = False  # see `leave`
-        self._number = 1 + next(_numbers) % IDENTITY
+        self._number = 1 + next(_numbers) % OPTIMIZER
         #: Rank 0's number, from the first handshake on; 0 before. It is in messages, so that two optimizers of one
         #: layout, such as those of twin networks, are not averaged with each other.
-        self.identity = 0
+        self.optimizer_number = 0
 
     @property
     def exchange(self) -> Meter:
@@ -68,7 +68,7 @@ class Session:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
                 self._exchange = exchange if isinstance(exchange, Meter) else Meter(exchange)
-                self._agreed, self.identity = None, 0  # this rank was alone until now
+                self._agreed, self.optimizer_number = None, 0  # this rank was alone until now
                 self.compares_gradients = exchange.world_size > 1
         return self._exchange
 
@@ -115,9 +115,9 @@ class Session:
         order = [*map(id, parameters)]
         is_new = self._agreed is None or order != self._order
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
-            told = check_alike(exchange, facts, device, [int(is_new), self.identity, self._number])
+            told = check_alike(exchange, facts, device, [int(is_new), self.optimizer_number, self._number])
             if exchange is self.exchange:
-                self._identify(told)
+                self._take_number(told)
             if any(new for new, _, _ in told):
                 named = gather_values(exchange, names_of(wiring.groups), device)
                 for rank, names in enumerate(named):
@@ -125,16 +125,16 @@ class Session:
                 equalize_weights(exchange, tensors, device)
         self._order = order
 
-    def _identify(self, told: list[list[int]]) -> None:
-        """Takes the optimizer's identity from a handshake. SettingsError if the ranks are at different optimizers."""
-        known = [identity for _, identity, _ in told if identity]
+    def _take_number(self, told: list[list[int]]) -> None:
+        """Takes the optimizer's number from a handshake. SettingsError if the ranks are at different optimizers."""
+        known = [number for _, number, _ in told if number]
         if len({*known}) > 1:
             raise SettingsError(
                 f"the ranks are at rounds of {len({*known})} optimizers: some rank has left out a step. Call step() of "
                 "each optimizer equally often on all ranks, also where a loss or a gradient of one rank is not finite"
             )
         if self.exchange.world_size > 1:  # a folder's workers have none in common
-            self.identity = known[0] if known else told[0][2]
+            self.optimizer_number = known[0] if known else told[0][2]
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Remembers a hash of this step's gradients, and whether one is not zero, while `compares_gradients`."""

@@ -47,7 +47,7 @@ class Failure:
 _METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
 CREDENTIALS = (
     "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "
-    "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+    "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"
 )
 TABLE = (
     # Folders

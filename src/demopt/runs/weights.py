@@ -114,8 +114,8 @@ class FolderRounds(Rounds):
         self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
-        self._unknown_from: float = math.inf  # in `join`: the first round whose manifest may list a message of this
-        # worker that is later than its state
+        # In `join`: the first round whose manifest may list a message of this worker that is later than its state
+        self._unknown_from: float = math.inf
         self._settled_round = -1  # whose manifest the error has met, but the weights have not (`SavedWorker`)
 
     @property
@@ -149,7 +149,7 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = wiring.facts(), replicator.options.config_facts(), groups
-        # `run.decided` is then the manifest before this worker's round, if it comes from a state.
+        # Of a worker with a state this also sets `run.decided`, to the manifest before its round.
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
         if not started:
             self._check_order(groups)

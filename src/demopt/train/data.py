@@ -24,9 +24,8 @@ from demopt.train.config import InputError, TrainConfig
 ANSWERER = "assistant"
 TOKEN_SUFFIXES = (".npy", ".bin")
 LINES_SUFFIX = ".jsonl"
-_LIKE_LINES = re.compile(
-    rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruction|prompt)"\s*:'
-)  # by its first object
+# The begin of JSON that is no text to learn, by the first name in its first object
+_LIKE_LINES = re.compile(rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruction|prompt)"\s*:')
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -17,7 +17,7 @@ from demopt.wire.checksum import BLOCK, block_sums, combined
 MAGIC = b"DeMo"
 VERSION = 2
 HEADER_BYTES = 64
-IDENTITY = 0xFFFF  # bits of a settings digest: the optimizer's identity (`Session.identity`)
+OPTIMIZER = 0xFFFF  # bits of a settings digest: `Session.optimizer_number`
 NONFINITE = 1  # flag: the body is all zeros, because the sender's gradient could not be used; owners pass it on
 NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
 REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
@@ -127,8 +127,8 @@ def handshake_due(received: list[RawHeader]) -> bool:
 
 
 def _alike(settings: set[int]) -> bool:
-    """Whether settings digests are equal. One without an identity is from before the handshake, or of a replay."""
-    return len({each & ~IDENTITY for each in settings}) == 1 and len({each & IDENTITY for each in settings} - {0}) < 2
+    """Whether settings digests are equal. One without a number is from before the handshake, or of a replay."""
+    return len({each & ~OPTIMIZER for each in settings}) == 1 and len({each & OPTIMIZER for each in settings} - {0}) < 2
 
 
 def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:

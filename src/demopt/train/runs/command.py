@@ -80,12 +80,12 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
 
     run = open_run(address, key_file)
     found = status_of(run.store, run.record, address)
-    again = f"demopt join {typed(address)}" + (f" --key-file {typed(key_file)}" if key_file else "")
     number, by_script = found["round"], found["step"] is None
-    again = "its script" if by_script else again
+    key = f" --key-file {typed(key_file)}" if key_file else ""
+    again = "its script" if by_script else f"demopt join {typed(address)}{key}"
     if found["state"] != "open":
-        more = "" if by_script else "; demopt export saves its model"
-        more = more if found["state"] == "done" else f"; {again} goes on"
+        saves = "" if by_script else "; demopt export saves its model"
+        more = saves if found["state"] == "done" else f"; {again} goes on"
         print(f"nothing to stop: the run is {found['state']} after {progress(found)}{more}")
         return 0
     log.put_stop(run.store, number, run.record.identity)

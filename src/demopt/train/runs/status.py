@@ -34,8 +34,8 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
     counts = {name: value for name, value in settings.items() if type(value) is int and 0 < value < 1 << 62}
-    steps, every, evaluated = counts.get("steps"), counts.get("sync_every", 0), counts.get("eval_every")
-    done, reading = min(number * every, steps or 1 << 62), last.reading if last else None  # 0 of a script's run
+    steps, every, evaluated = counts.get("steps"), counts.get("sync_every", 0), counts.get("eval_every")  # 0: a script
+    done, reading = min(number * every, steps or 1 << 62), last.reading if last else None
     read = reading.position / reading.total if reading and reading.total else None
     state = "done" if read == 1 or (steps is not None and done >= steps) else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
