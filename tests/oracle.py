@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.rules import Lion, Signum, rule_of
-from oracles import reference, updates
+from oracles import reference
 
 _LARGEST = reference.largest
 
@@ -29,7 +29,7 @@ class Oracle:
         self.parameters: list[Tensor] = []
         self.momenta: list[list[Tensor]] = [[] for _ in range(world_size)]
         self.aggregates: list[Tensor] = []
-        self.rule_state: list[updates.RuleState] = []
+        self.rule_state: list[reference.RuleState] = []
         self.undecided: list[Tensor] = []
         self.gap = float("inf")
         for group in groups:

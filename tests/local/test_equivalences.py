@@ -1,7 +1,7 @@
 """LocalDeMo under named settings is each of the published methods, written here as its paper has it.
 
 A reader who knows one of these methods sees which settings of demopt are that method. W = 3 ranks, float64. And
-LocalDeMo under all its settings is the literal round of `oracles.local`. DeMo is in optim/test_oracle_property.py.
+LocalDeMo under all its settings is the literal round of `oracles`. DeMo is in optim/test_oracle_property.py.
 """
 
 import copy
@@ -21,8 +21,7 @@ import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange
 from demopt.optim.muon import BatchedMuon
-from oracles.local import local_round
-from oracles.reference import zero_momentum
+from oracles.reference import local_round, zero_momentum
 
 W, H, ROUNDS = 3, 4, 3
 SHAPES = [(32, 16), (17, 19), (20,)]

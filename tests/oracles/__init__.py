@@ -1,1 +1,1 @@
-"""The step, relay and the update rules, slow and literal: what tests compare every faster path with."""
+"""The step, the update rules, the round and the wire, slow and literal: what tests compare every faster path with."""

@@ -1,8 +1,10 @@
-"""The DeMo step, slow and literal: the oracle for tests of every faster path.
+"""The DeMo step, its update rules and LocalDeMo's round, slow and literal: the oracles for tests of every faster path.
 
 Decoupled Momentum Optimization, arXiv 2411.19870, section 3 and algorithm 1, line by line: one parameter, one rank,
 one chunk at a time. The momentum is dense and in the parameter's own domain. One transform picks what is sent, a second
-subtracts it from the momentum, a third turns the ranks' aggregate into an update. One call steps all ranks.
+subtracts it from the momentum, a third turns the ranks' aggregate into an update. One call steps all ranks. Each update
+rule follows its paper, on a parameter's whole U and in U's dtype, and ignores memory, blocks and the order of
+operations.
 
 Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole chunks, (r, c) one chunk.
 """
@@ -14,12 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from demopt.core.rules import AdamW, Lion, Muon, Nesterov, Signum, rule_of
 from oracles import wire
-from oracles.updates import RuleState, phi
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
 Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one chunk: position in the chunk -> value
 Chunk: TypeAlias = tuple[slice, slice]
+#: A rule's state of a parameter: tensors shaped like U, and the number of updates; initially empty.
+RuleState: TypeAlias = dict[str, Any]
 
 WIRE = {"float64": torch.float64, "float32": torch.float32}
 VALUE_BITS = {"float64": 64, "float32": 32, "2-bit": 2, "sign": 1}
@@ -243,3 +247,75 @@ def unpad(matrix: Tensor, parameter: Tensor) -> Tensor:
 
 def _round_up(n: int, side: int) -> int:
     return math.ceil(n / side) * side
+
+
+def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[Tensor, RuleState]:
+    """Returns the direction phi(U) and the rule's state for the next one.
+
+    Examples:
+        >>> phi(torch.tensor([1.0]), {"update": "nesterov(beta=0.5)"}, {"V": torch.tensor([2.0])})
+        (tensor([2.]), {'V': tensor([2.])})
+    """
+    rule, V = rule_of(settings["update"]), rule_state.get("V", torch.zeros_like(U))
+    if isinstance(rule, Signum):  # arXiv 2411.19870, section 3
+        return U.sign(), {}
+    if isinstance(rule, Nesterov):
+        V = rule.beta * V + U
+        return U + rule.beta * V, {"V": V}
+    if isinstance(rule, Lion):  # arXiv 2302.06675, algorithm 2
+        b1, b2 = rule.beta1, rule.beta2
+        return (b1 * V + (1 - b1) * U).sign(), {"V": b2 * V + (1 - b2) * U}
+    if isinstance(rule, AdamW):  # arXiv 1412.6980, algorithm 1, with U in the place of the bias-corrected first moment
+        b2, t = rule.beta2, rule_state.get("t", 0) + 1
+        V = b2 * V + (1 - b2) * U**2
+        corrected = V / (1 - b2**t)
+        return U / (corrected.sqrt() + rule.eps), {"V": V, "t": t}
+    if isinstance(rule, Muon):  # arXiv 2502.16982, equations 2 and 4
+        return 0.2 * max(U.shape) ** 0.5 * newton_schulz(U), {}
+    if rule.name == "sgd":
+        return U, {}
+    raise ValueError(f"there is no literal update {rule}")
+
+
+def newton_schulz(U: Tensor) -> Tensor:
+    """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
+
+    Examples:
+        >>> newton_schulz(torch.eye(2, dtype=torch.float64)).diagonal().round(decimals=2)
+        tensor([1.1100, 1.1100], dtype=torch.float64)
+    """
+    norm = U.square().sum().sqrt()
+    X = U / norm if norm > 0 else U
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ A @ X
+    return X
+
+
+def local_round(
+    global_weights: Sequence[Tensor],
+    local_weights: Sequence[Sequence[Tensor]],
+    errors: Sequence[Sequence[Tensor]],
+    settings: dict[str, Any],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Returns the global weights [P] and the errors [W][P] after a round of LocalDeMo.
+
+    Each rank has moved from the global weights by local steps to `local_weights` [W][P]. Its pseudo-gradient D goes
+    through `reference_step` with the error as its momentum (e <- e + T(D), the sent part leaves e), the global weights
+    move by the mean, and errors decay (e <- b e). `settings` has error_decay, outer_lr, top_k, chunk, transform,
+    reduction and values, as LocalDeMo has them.
+
+    Examples:
+        >>> settings = dict(error_decay=0.5, outer_lr=1.0, top_k=1, chunk=2, transform="identity",
+        ...                 reduction="senders", values="float32")
+        >>> before, zero = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
+        >>> local_weights = [[torch.tensor([[0.5, 0.9]])], [torch.tensor([[0.7, 1.0]])]]
+        >>> (after,), errors = local_round([before], local_weights, [[zero], [zero]], settings)
+        >>> after, errors[0]  # the mean of .5 and .3 was sent
+        (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.0500]])])
+    """
+    as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, "alpha": 1.0, "gradient_scale": "sum"}
+    as_demo |= {"chunking": "padded", "update": "sgd", "weight_decay": 0.0, "maximize": False}
+    pseudo_gradients = [[start - end for start, end in zip(global_weights, own, strict=True)] for own in local_weights]
+    step = reference_step(global_weights, pseudo_gradients, errors, as_demo)
+    return step.parameters, [[settings["error_decay"] * error for error in of_rank] for of_rank in step.momenta]

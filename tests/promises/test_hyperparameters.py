@@ -1,4 +1,4 @@
-"""Hyper-parameters live in param_groups: impossible changes are refused, and learning-rate schedules work.
+"""Hyper-parameters: unknown and impossible ones are refused by name; changes in param_groups and schedules work.
 
 Beside the oracle, optim/test_oracle_property.py has groups with settings of their own, and optim/test_state_machine.py
 changes settings (lr = 0 included), freezes parameters and adds groups in random order.
@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter, UninitializedParameter
 from torch.optim import lr_scheduler
 
+import demopt
 import problems
 from demopt import DeMo, LocalDeMo
 from demopt.codec.hyperparameters import Codec
@@ -99,3 +100,145 @@ def test_messages_longer_than_a_header_can_state_are_refused_at_construction(rou
     parameter = Parameter(torch.empty(200_000, 200_000, device="meta"))
     with pytest.raises(ValueError, match=r"a message would have 5,0.* bytes, and its header counts up to 4,294,967"):
         LocalDeMo(torch.optim.SGD([parameter], lr=0.1), route=route, process_group=problems.OneOf(0, 4))
+
+
+def _demo(**settings: Any) -> DeMo:
+    return DeMo([Parameter(torch.zeros(4, 4))], **settings)
+
+
+def _group(**settings: Any) -> DeMo:
+    return DeMo([{"params": [Parameter(torch.zeros(4, 4))], **settings}])
+
+
+def _added(**settings: Any) -> None:
+    optimizer = _demo()
+    try:
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(4, 4))], **settings})
+    except Exception:
+        assert len(optimizer.param_groups) == 1
+        raise
+
+
+def _local(**settings: Any) -> LocalDeMo:
+    return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **settings)
+
+
+OF_GROUP = "a parameter group of DeMo has no "
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "says"),
+    [
+        (_demo, "topk", "no argument 'topk'; did you mean 'top_k'"),
+        (_local, "topk", "no argument 'topk'; did you mean 'top_k'"),
+        (_demo, "chunks", "did you mean 'chunk'"),
+        (_demo, "route", "DeMo has no argument 'route'; it always has gather"),
+        (_local, "alpha", "LocalDeMo has no argument 'alpha'; all that was sent"),
+        *((make, "topk", rf"{OF_GROUP}'topk'; did you mean 'top_k'\?") for make in (_group, _added)),
+        *((make, name, f"{OF_GROUP}'{name}'; known are lr, m") for make, name in ((_group, "zzz"), (_added, "codec"))),
+        *(
+            (_group, name, f"{OF_GROUP}'{name}', which holds for all: give it to DeMo")
+            for name in ("process_group", "kernels", "fingerprint_every")
+        ),
+        (_demo, "codec", "codec is 1; give a demopt.Codec"),
+    ],
+)
+def test_unknown_argument_is_refused_by_name_with_the_one_meant(make, name, says):
+    with pytest.raises(TypeError, match=says):
+        make(**{name: 1})
+
+
+def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group():
+    names = {"chunk": 2, "values": "2-bit"}
+    given = {"codec": demopt.Codec(**names), "top_k": 3}
+    made = [_demo(**names, top_k=3), _demo(**given), _group(**given)]
+    settings = [{name: value for name, value in each.param_groups[0].items() if name != "params"} for each in made]
+    assert settings == [{**settings[0], **names, "top_k": 3, "transform": "dct"}] * 3
+    assert "codec" not in settings[0]
+
+
+#: The names of settings that every group has, impossible values, and what is said of them.
+BAD: list[tuple[str, Any, str]] = [
+    ("lr", -0.1, r"-0\.1"),
+    ("lr", float("nan"), "nan"),
+    ("lr", torch.ones(2), "give a number"),
+    ("momentum_decay", 1.0, r"1\.0"),
+    ("alpha", 0.0, r"0\.0"),
+    ("weight_decay", -1.0, r"-1\.0"),
+    ("top_k", 0, "0"),
+    ("top_k", True, "True"),
+    ("top_k", 4097, "a 64 x 64 chunk has 4096 coefficients"),
+    ("chunk", 5, "top_k is 32, but a 5 x 5 chunk has 25 coefficients"),
+    ("chunk", 64.0, r"64\.0"),
+    ("transform", "hadamard", "'dct', 'identity'"),
+    ("update", "adam", "'sgd', 'nesterov', 'signum'"),
+    ("reduction", "sum", "'senders', 'mean'"),
+    ("values", "float8", "'float64', 'float32', '2-bit', 'sign'"),
+    ("gradient_scale", "sum", "'ema', 'lr'$"),
+    ("chunking", "exact", "'padded', 'divisor'"),
+    ("maximize", "yes", "yes"),
+    *(
+        (name, value, rf"{name} is .*; choose one of .*; did you mean '{meant}'\?$")
+        for name, value, meant in (("reduction", "sender", "senders"), ("update", "Lyon(beta1=0.9)", "lion"))
+    ),
+]
+OF_LOCAL = ("values", "2bit", "2-bit"), ("route", "Gathr", "gather"), ("kernels", "trch", "torch")
+
+
+@pytest.mark.parametrize(
+    ("makes", "name", "value", "says"),
+    [
+        *(((_demo, _group, _added), *bad) for bad in BAD),
+        *(((_demo,), "process_group", what, "process_group is .*; give a Pro") for what in ("gloo", 2, [])),
+        *(((_local,), name, bad, f"; choose one of .*; did you mean '{meant}'") for name, bad, meant in OF_LOCAL),
+        ((_local,), "route", None, "route is None"),
+    ],
+)
+def test_impossible_value_is_refused_by_name(makes, name, value, says):
+    for make in makes:
+        with pytest.raises((ValueError, TypeError), match=name) as caught:
+            make(**{name: value})
+        assert caught.match(says)
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "says"),
+    [
+        *(("resync", value, "src is .*; give a whole number") for value in ("a", None, 0.5)),
+        ("consolidate_state_dict", "a", "to is 'a'; give a whole number"),
+        *(("apply", value, "messages is a .*; give the tensor") for value in (5, b"", [])),
+        *(("load_state_dict", value, "this is no optimizer's state") for value in (5, [], None)),
+        *(("regroup", value, "process_group is .*; give a ProcessGroup") for value in (5, "gloo")),
+        *(("add_param_group", value, "param_group is .*; give a dict with params") for value in (5, {}, None)),
+    ],
+)
+def test_methods_refuse_an_argument_of_another_type_by_name(method, value, says):
+    for make in (_demo, _local) if method != "add_param_group" else (_demo,):
+        optimizer = make()
+        if method == "apply":
+            optimizer.extract()
+        with pytest.raises(TypeError, match=says):
+            getattr(optimizer, method)(value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"lr": 0.0}, {"lr": 1}, {"lr": torch.tensor(0.1)}, {"momentum_decay": 0.0}, {"alpha": 1.0}),
+        *({"chunk": 1, "top_k": 1}, {"top_k": 4096}, {"chunk": 5000, "top_k": 3}, demopt.V1, demopt.V2),
+    ],
+    ids=str,
+)
+def test_demo_accepts_presets_and_extreme_settings(settings):
+    problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameter_listed_twice_is_refused():
+    """torch only warns; two momenta for one parameter fit in no state."""
+    parameter = Parameter(torch.zeros(3))
+    for make in (lambda: DeMo([parameter, parameter]), lambda: LocalDeMo(torch.optim.SGD([parameter, parameter]))):
+        with pytest.raises(ValueError, match=r"of shape \[3\] is twice in a parameter group; list it once"):
+            make()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        DeMo([{"params": [parameter]}, {"params": [parameter]}])

@@ -300,65 +300,48 @@ def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so
         )
 
 
-WRITTEN: dict[str, tuple[Any, list[int]]] = {  # the rate of a script at each step, and the rounds with a hint
-    "AdamW's": (lambda _: 0.002, [3]),
-    "AdamW's, after a warm-up": (lambda step: 0.002 * min(1.0, (step + 1) / 4), [6]),
-    "half": (lambda _: 0.01, []),
-    "its own, after a warm-up": (lambda step: 0.02 * min(1.0, (step + 1) / 10), []),
-    "its own, decayed": (lambda step: 0.02 * 0.5**step, []),
-    "a scheduler": (None, []),
-    "nothing": (None, []),
-    "AdamW's, late in a run": (lambda _: 0.002, []),
+#: The rates with which groups are built; those that a script gives them at a step; the step that hints, and the hint.
+BELOW = "the learning rate of inner group 0 is 0.002; it was built with 0.02"
+ALONE = "the learning rate of param_groups[0], and those of the other 1 are as at first"
+PAIR = [0.02, 0.02]
+RATES: dict[str, tuple[list[float | None], Callable[[int], list[float]], int | None, str]] = {
+    "AdamW's": (PAIR, lambda _: [0.002] * 2, 3, BELOW),
+    "AdamW's, after a warm-up": (PAIR, lambda step: [0.002 * min(1.0, (step + 1) / 4)] * 2, 6, BELOW),
+    "AdamW's, late in a run": (PAIR, lambda _: [0.002] * 2, None, ""),
+    "half": (PAIR, lambda _: [0.01] * 2, None, ""),
+    "its own, after a warm-up": (PAIR, lambda step: [0.02 * min(1.0, (step + 1) / 10)] * 2, None, ""),
+    "its own, decayed": (PAIR, lambda step: [0.02 * 0.5**step] * 2, None, ""),
+    "a scheduler": (PAIR, lambda _: [], None, ""),
+    "nothing": (PAIR, lambda _: [], None, ""),
+    "a small one where none was given": ([None], lambda _: [1e-5], None, ""),
+    "decayed in the first of two alone": ([0.02, 0.01], lambda step: [_decayed(step)], 20, ALONE),
+    "decayed in both": ([0.02, 0.01], lambda step: [_decayed(step)] * 2, None, ""),
+    "decayed in the second": ([0.02, 0.01], lambda step: [0.02, _decayed(step)], None, ""),
+    "decayed in the first, and the other does not train yet": ([0.02, 0.0], lambda s: [_decayed(s)], None, ""),
+    "decayed in the only one": ([0.02], lambda step: [_decayed(step)], None, ""),
 }
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
-def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kind):
-    parameters, (written, expected) = problems.parameters([(4, 4), (4,)]), WRITTEN[kind]
-    optimizer = LocalDeMo([torch.optim.SGD([p], lr=0.02) for p in parameters], sync_every=1)
+def _decayed(step: int) -> float:
+    return 0.02 * (1 - step / 40)
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_rate_of_a_script_far_below_the_given_one_or_in_the_first_group_alone_causes_one_hint(kind):
+    given, written, at, says = RATES[kind]
+    rates = [{} if rate is None else {"lr": rate} for rate in given]
+    pairs = zip(problems.parameters([(4, 4), (4,)]), rates, strict=False)
+    optimizer = LocalDeMo([torch.optim.SGD([parameter], **rate) for parameter, rate in pairs], sync_every=1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.1) if kind == "a scheduler" else None
     if kind.endswith("late in a run"):
         optimizer.load_state_dict(problems.by_file(optimizer.state_dict()))
-    rounds = []
-    for step in range(12):
-        for group in optimizer.param_groups if written else ():
-            group["lr"] = written(step)
-        if texts := problems.warned(lambda step=step: problems.fingerprints(optimizer, [step])):
-            _assert_told(texts, "the learning rate of inner group 0 is 0.002; it was built with 0.02")
-            rounds.append(step)
+    for step in range(23):
+        for group, rate in zip(optimizer.param_groups, written(step), strict=False):
+            group["lr"] = rate
+        told = problems.warned(lambda step=step: problems.fingerprints(optimizer, [step]))
+        _assert_told(told, *([says] if step == at else []))
         if schedule is not None:
             schedule.step()
-    assert rounds == expected
-
-
-@pytest.mark.parametrize(
-    ("rates", "written", "expected"),
-    [
-        ([0.02, 0.01], [0], [20]),
-        ([0.02, 0.01], [0, 1], []),
-        ([0.02, 0.01], [1], []),
-        ([0.02, 0.01], [], []),
-        ([0.02, 0.0], [0], []),  # the other one does not train yet
-        ([0.02], [0], []),
-    ],
-)
-def test_rate_that_the_script_writes_into_the_first_of_several_groups_alone_causes_one_hint(rates, written, expected):
-    pairs = zip(problems.parameters([(4, 4), (4,)]), rates, strict=False)
-    optimizer, rounds = LocalDeMo([torch.optim.SGD([p], lr=rate) for p, rate in pairs], sync_every=1), []
-    for step in range(23):
-        for number in written:
-            optimizer.param_groups[number]["lr"] = 0.02 * (1 - step / 40)
-        if texts := problems.warned(lambda step=step: problems.fingerprints(optimizer, [step])):
-            _assert_told(texts, "the learning rate of param_groups[0], and those of the other 1 are as at first")
-            rounds.append(step)
-    assert rounds == expected
-
-
-def test_rate_of_a_script_whose_optimizer_was_built_without_one_causes_no_hint():
-    optimizer = LocalDeMo(ADAMW(problems.parameters([(4, 4)])), sync_every=1)
-    for step in range(8):
-        optimizer.param_groups[0]["lr"] = 1e-5
-        assert problems.warned(lambda step=step: problems.fingerprints(optimizer, [step])) == []
 
 
 @pytest.mark.parametrize("build", [DeMo, lambda parameters: LocalDeMo(torch.optim.SGD(parameters))])
