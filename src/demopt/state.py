@@ -16,8 +16,6 @@ rank takes that of the old rank with the largest overlap.
 Shapes: W ranks before, W' ranks now.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import zipfile
@@ -71,7 +69,7 @@ class SavedParameter:
     inner: dict[str, Any]
 
     @staticmethod
-    def of(entry: Mapping[str, Any]) -> SavedParameter:
+    def of(entry: Mapping[str, Any]) -> "SavedParameter":
         """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
         if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
             return SavedParameter({}, {}, _unprefixed(entry))

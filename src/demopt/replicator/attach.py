@@ -1,7 +1,5 @@
 """The state of the replicator's parameters: views of a wiring's buffers, into which earlier entries are copied."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ class SavedBy(NamedTuple):
     entries: int  # of the parameter's state, this one included
 
     @staticmethod
-    def of(entry: Mapping[str, Any]) -> SavedBy | None:
+    def of(entry: Mapping[str, Any]) -> "SavedBy | None":
         """Reads it from a parameter's state, where it may be missing, or anything else."""
         value = entry.get(SAVED_BY)
         if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != (5,) or value.is_meta:

@@ -1,7 +1,5 @@
 """The messages of an open round in a folder, as they come; and a round's outcome."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Iterator
@@ -65,7 +63,7 @@ class Inbox:
     Valid messages are decoded; refused ones have reasons.
     """
 
-    def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
+    def __init__(self, run: "FolderExchange", wiring: Wiring, header: Header, attached: Attached) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.seen = Seen(set(), set(), False)  # at the last look
         self.undecided_at = 0.0  # the time (monotonic) of the last look that found no manifest

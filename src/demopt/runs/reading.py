@@ -7,8 +7,6 @@ out again, first of all. So every number is read at least once, and twice only i
 a manifest listed its message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -50,7 +48,7 @@ class Reading:
     held: dict[str, list[Span]] = field(default_factory=dict)  # by worker, in the order in which it reads them
     returned: list[Span] = field(default_factory=list)  # to be handed out again, first of all
 
-    def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> Reading:
+    def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> "Reading":
         """Returns the next round's reading.
 
         `read`: how many of the numbers that it holds each sender has read. `wanted`: how many each member is to hold.

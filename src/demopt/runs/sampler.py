@@ -1,7 +1,5 @@
 """RunSampler: the batches of one worker of a run, so that all workers together read each sequence once per epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

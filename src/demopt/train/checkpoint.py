@@ -3,8 +3,6 @@
 The last two are kept. Connected ranks have these; those of a run in a folder are in `demopt/runs/weights.py`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """`demopt join`, `status`, `stop` and `replay`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -127,7 +125,7 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     return 0
 
 
-def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: str = "") -> FolderExchange:
+def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: str = "") -> "FolderExchange":
     """Opens a run that is there, and makes none; InputError if it is not, or the key file holds no key.
 
     `flags`: that `demopt train` needs to start one.

@@ -1,7 +1,5 @@
 """One worker of a run in a folder: it joins, trains along, and leaves with its own state saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
