@@ -125,9 +125,10 @@ def optimizer_of(kind: str, parameters: Iterable[Parameter], **more: Any) -> DeM
 
 
 def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:
-    """A gradient for each parameter, other for each step and rank."""
+    """A gradient for each parameter that trains, other for each step and rank."""
     for index, parameter in enumerate(parameters):
-        parameter.grad = draw(parameter.shape, seed, step, rank, index, dtype=parameter.dtype)
+        found = draw(parameter.shape, seed, step, rank, index, dtype=parameter.dtype)
+        parameter.grad = found if parameter.requires_grad else None
 
 
 def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int) -> list[list[Tensor]]:

@@ -6,9 +6,9 @@
 
 DCP loads by name, in the order of the alphabet: "model" before "optimizer", which puts a rank's local weights into it.
 
-Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is rank 1's state of parameter 2. The shard
-is the process's of the parameters that are sharded inside a node (FSDP2), one number for each way to shard them.
-"folder" is what a worker of a run in a folder knows of it.
+Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is an `_Entry`, rank 1's state of parameter
+2. The shard is the process's of the parameters that are sharded inside a node (FSDP2), one number for each way to shard
+them. "world_size" and "param_groups" are as all ranks have them, "folder" is what a worker of a run knows of it.
 """
 
 import io
@@ -40,6 +40,114 @@ from demopt.state import StateDict, overlaps, part_for
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
 _KEY = re.compile(r"(?P<prefix>.*\.|)rank(?P<rank>\d+)(?P<rest>\.shard[\d_]+\.(?P<number>\d+))")
+
+
+class OptimizerState:
+    """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
+
+    Each rank saves and loads its part, bit for bit. Give `async_save` a separate gloo group. `dcp.load` needs a
+    `LoadPlanner` for more or fewer ranks than saved.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`.
+
+    Examples:
+        >>> import demopt, torch
+        >>> optimizer = demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))])
+        >>> list(OptimizerState(optimizer).state_dict())
+        ['world_size', 'param_groups', 'rank0.shard0.0']
+    """
+
+    def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
+        if not hasattr(optimizer, "own_state_dict"):
+            raise TypeError(f"the optimizer is {type(optimizer).__name__}; give a DeMo or LocalDeMo")
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the entries that this rank saves, by key; when loading, those that DCP replaces."""
+        rank, world_size = self._optimizer.replicator.rank_and_size
+        state = self._optimizer.own_state_dict()
+        parameters = self._parameters
+        shards = dict.fromkeys(shard for shard in map(shard_of, parameters) if shard[1] > 1)
+        own = f"rank{rank}.shard{'_'.join(str(number) for number, _ in shards) or 0}"
+        found = {"world_size": world_size, "param_groups": state["param_groups"]}
+        for number in range(len(parameters)):
+            found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}))
+        if isinstance(self._optimizer.replicator.session.process_group, VaryingExchange):
+            found["folder"] = _Entry(state.get("folder", {}))
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
+        rank, world_size = self._optimizer.replicator.rank_and_size
+        old_size, parameters = state_dict["world_size"], self._parameters
+        states: dict[int, StateDict] = {}
+        for key, entry in state_dict.items():
+            # `LoadPlanner` has requested the keys of `overlaps`, whoever saved them. An own key that the file lacks has
+            # left its table only: there is None, or with older torch the entry of now. Its rank is above all that saved
+            # the file, so `overlaps` never names it.
+            if not (match := _KEY.fullmatch(key)) or entry is None:
+                continue
+            state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
+            saved = _read_entry(entry)
+            if saved["values"]:
+                number, sharded = int(match["number"]), saved["sharded"]
+                parameter = parameters[number]
+                state["state"][number] = {
+                    name: placed_as(value, parameter) if name in sharded else value
+                    for name, value in saved["values"].items()
+                }
+        if not isinstance(old_size, int) or old_size < 1:
+            raise ValueError(f"the checkpoint is damaged: it was saved by {old_size!r} ranks")
+        # First, because `overlaps` would loop over a damaged number: a rank takes over from old_size / world_size ranks
+        if old_size > world_size * len(states) or not overlaps(rank, world_size, old_size).keys() <= states.keys():
+            raise ValueError(
+                f"{old_size} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
+                "planner=demopt.checkpoint.LoadPlanner()"
+            )
+        folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
+        self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+def _read_entry(entry: Any) -> Mapping[str, Any]:
+    """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
+    found = vars(entry) if isinstance(entry, _Entry) else entry
+    if not (isinstance(found, Mapping) and isinstance(found.get("values"), Mapping) and "sharded" in found):
+        raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
+    return found
+
+
+class _Entry:
+    """A rank's state of one parameter. DCP pickles it when it writes it, so that no more than that is copied.
+
+    In the file it is a mapping of tensors, numbers and text: "values", and in "sharded" the names of those that are
+    shards of DTensors, saved as they lie here.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.sharded: list[str] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
+        entry = _Entry({})
+        entry.values, entry.sharded = self._packed()
+        return entry
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values, sharded = self._packed()
+        return OrderedDict, ((("values", values), ("sharded", sharded)),)  # no dict: `weights_only` builds none
+
+    def _packed(self) -> tuple[dict[str, Any], list[str]]:
+        local = {
+            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: of a view
+            for name, value in self.values.items()  # pickle would write all that it looks at
+        }
+        return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -97,78 +205,6 @@ class LoadPlanner(DefaultLoadPlanner):
         holder[keys[-1]] = found
 
 
-class OptimizerState:
-    """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
-
-    Each rank saves and loads its part, bit for bit. Give `async_save` a separate gloo group. `dcp.load` needs a
-    `LoadPlanner` for more or fewer ranks than saved.
-
-    Raises:
-        TypeError: another optimizer.
-        ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`.
-
-    Examples:
-        >>> import demopt, torch
-        >>> optimizer = demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))])
-        >>> list(OptimizerState(optimizer).state_dict())
-        ['world_size', 'param_groups', 'rank0.shard0.0']
-    """
-
-    def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
-        if not hasattr(optimizer, "own_state_dict"):
-            raise TypeError(f"the optimizer is {type(optimizer).__name__}; give a DeMo or LocalDeMo")
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the entries that this rank saves, by key; when loading, those that DCP replaces."""
-        rank, world_size = self._optimizer.replicator.rank_and_size
-        state = self._optimizer.own_state_dict()
-        parameters = self._parameters
-        shards = dict.fromkeys(shard for shard in map(shard_of, parameters) if shard[1] > 1)
-        own = f"rank{rank}.shard{'_'.join(str(number) for number, _ in shards) or 0}"
-        found = {"world_size": world_size, "param_groups": state["param_groups"]}
-        for number in range(len(parameters)):
-            found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}))
-        if isinstance(self._optimizer.replicator.session.process_group, VaryingExchange):
-            found["folder"] = _Entry(state.get("folder", {}))
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
-        rank, world_size = self._optimizer.replicator.rank_and_size
-        old_size, parameters = state_dict["world_size"], self._parameters
-        states: dict[int, StateDict] = {}
-        for key, entry in state_dict.items():
-            # `LoadPlanner` has requested the keys of `overlaps`, whoever saved them. At an own key that the file lacks
-            # there is None, or with older torch the entry of now: its rank is above all that saved the file, so
-            # `overlaps` never names it.
-            if not (match := _KEY.fullmatch(key)) or entry is None:
-                continue
-            state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            saved = _read_entry(entry)
-            if saved["values"]:
-                number, sharded = int(match["number"]), saved["sharded"]
-                parameter = parameters[number]
-                state["state"][number] = {
-                    name: placed_as(value, parameter) if name in sharded else value
-                    for name, value in saved["values"].items()
-                }
-        if not isinstance(old_size, int) or old_size < 1:
-            raise ValueError(f"the checkpoint is damaged: it was saved by {old_size!r} ranks")
-        # First, because `overlaps` would loop over a damaged number: a rank takes over from old_size / world_size ranks
-        if old_size > world_size * len(states) or not overlaps(rank, world_size, old_size).keys() <= states.keys():
-            raise ValueError(
-                f"{old_size} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
-                "planner=demopt.checkpoint.LoadPlanner()"
-            )
-        folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
-        self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
-
-    @property
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-
 class Reader(FileSystemReader):
     """Reads a checkpoint of DCP's `FileSystemWriter`; with `LoadPlanner`, nothing in the folder can run code.
 
@@ -186,13 +222,12 @@ class Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """Returns a saved object's bytes, of which torch does not compare the checksums; called by DCP."""
         found = io.BytesIO(super()._slice_file(file, sinfo).read())
-        if zipfile.is_zipfile(found):  # torch itself refuses anything else
-            try:
-                broken = zipfile.ZipFile(found).testzip()
-            except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
-                broken = first_line(error)
-            if broken:
-                raise pickle.UnpicklingError(f"{sinfo.relative_path} is damaged: {broken}")
+        try:
+            broken = zipfile.ZipFile(found).testzip()
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+            broken = first_line(error)
+        if broken:
+            raise pickle.UnpicklingError(f"{sinfo.relative_path} is damaged: {broken}")
         found.seek(0)
         return found
 
@@ -232,39 +267,3 @@ _OTHER_RECORDS = {
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the folder that was written to, on any system
     ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
 }
-
-
-def _read_entry(entry: Any) -> Mapping[str, Any]:
-    """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
-    found = vars(entry) if isinstance(entry, _Entry) else entry
-    if not (isinstance(found, Mapping) and all(name in found for name in ("values", "sharded"))):
-        raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
-    return found
-
-
-class _Entry:
-    """A rank's state of one parameter. DCP pickles it when it writes it, so that no more than that is copied.
-
-    In the file it is a mapping of tensors, numbers and text: "values", and in "sharded" the names of those that are
-    shards of DTensors, saved as they lie here.
-    """
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self.sharded: list[str] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
-        entry = _Entry({})
-        entry.values, entry.sharded = self._packed()
-        return entry
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        values, sharded = self._packed()
-        return OrderedDict, ((("values", values), ("sharded", sharded)),)  # no dict: `weights_only` builds none
-
-    def _packed(self) -> tuple[dict[str, Any], list[str]]:
-        local = {
-            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: of a view
-            for name, value in self.values.items()  # pickle would write all that it looks at
-        }
-        return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]

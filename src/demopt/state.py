@@ -152,7 +152,7 @@ def read_state(
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             entry = entries.get(number, {})
             saved = SavedParameter.of(entry)
-            known = {**saved.shared, **saved.own}
+            known = {**saved.shared, **saved.own}  # by the replicator's names: "error" is "momentum" here
             ours = entry.keys() & _FROM_LOCAL.keys() if local else entry
             if not ours:  # it was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone
                 lacking += [str(number)] if parameter.requires_grad else []
@@ -312,13 +312,15 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
 
 def _clean(state: StateDict) -> StateDict:
-    """Leaves out the empty dicts that torch puts into a flattened state, and marks that are none."""
-
-    def is_entry(name: str, value: Any) -> bool:
-        return SavedBy.of({name: value}) is not None if name == SAVED_BY else not isinstance(value, dict) or bool(value)
-
-    entries = state.get("state", {}).items()
-    return {**state, "state": {n: {k: v for k, v in entry.items() if is_entry(k, v)} for n, entry in entries}}
+    """Leaves out damaged marks, which would hide good ones, and empty dicts that torch adds to a flattened state."""
+    found = {}
+    for number, entry in state.get("state", {}).items():
+        saved_by = SavedBy.of(entry)
+        has_more = saved_by is None or len(entry) > saved_by.entries  # otherwise they are the inner optimizer's
+        added = [name for name, value in entry.items() if has_more and isinstance(value, dict) and not value]
+        dropped = {*added, *([SAVED_BY] if saved_by is None else [])}
+        found[number] = {name: value for name, value in entry.items() if name not in dropped}
+    return {**state, "state": found}
 
 
 def part_for(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
@@ -460,7 +462,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
             for name in AVERAGED:
                 if any(name in saved.own for saved in parts.values()):
                     own[name] = _mean([(_own_value(saved, name), mine[old]) for old, saved in parts.items()])
-        except (LookupError, AttributeError, RuntimeError, TypeError) as error:
+        except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
         if saved_by := SavedBy.of(own):
             own[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
@@ -471,7 +473,8 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
 def _own_value(saved: SavedParameter, name: str) -> Any:
     """Returns what a rank has under a name of AVERAGED: it has left out weights that are the global ones.
 
-    Local weights that are not finite count as their start: that rank would drop its steps (`LocalWeights.keep`).
+    A start never comes without local weights. Local weights that are not finite count as their start: that rank would
+    drop its steps (`LocalWeights.keep`).
     """
     if name == "momentum":
         return saved.own.get(name)

@@ -81,6 +81,14 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
     assert first[1] != second[1]
 
 
+def test_empty_dict_in_the_inner_optimizers_state_is_resumed():
+    optimizer, again = make(None), make(None)
+    train(optimizer, range(4))
+    optimizer.inner[0].state[problems.all_parameters(optimizer)[0]]["cache"] = {}
+    again.load_state_dict(problems.by_file(optimizer.state_dict()))
+    assert again.inner[0].state[problems.all_parameters(again)[0]]["cache"] == {}
+
+
 def test_pickled_optimizer_knows_its_state_in_groups():
     optimizer = make(None)
     train(optimizer, range(3))

@@ -75,7 +75,8 @@ def test_nonfinite_gradient_of_frozen_parameter_is_ignored():
     problems.set_gradients(parameters, 0)
     parameters[0].grad.fill_(nan)
     parameters[0].requires_grad_(False)
-    optimizer.step()
+    with pytest.warns(UserWarning, match="it is frozen, and its gradient is dropped"):
+        optimizer.step()
     assert not optimizer.stats.skipped
 
 

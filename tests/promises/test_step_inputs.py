@@ -52,6 +52,20 @@ def test_closure_failure_sends_and_changes_nothing():
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_frozen_parameter_with_a_gradient_is_told_of_once_because_others_would_train_it(kind):
+    optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW))
+    parameter, heard = problems.all_parameters(optimizer)[0], list[str]()
+    for _ in range(2):
+        problems.set_gradients([parameter], 0)
+        parameter.requires_grad_(False)
+        told = problems.warned(optimizer.step)
+        optimizer.zero_grad()
+        parameter.requires_grad_(True)
+        heard += [text for text in told if "freeze it after step()" in text]
+    assert len(heard) == 1
+
+
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure):
     counts: Counter[str] = Counter()

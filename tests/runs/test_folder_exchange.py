@@ -203,7 +203,7 @@ def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on(st
     other.model[0].weight.data.fill_(torch.nan)
     other.round()
     assert other.run.decided.refused == {"w1": "its gradient was not finite"}
-    assert other.digest == before
+    assert (other.digest, other.run.left_out) == (before, 0)  # it was not late
     assert all(torch.isfinite(parameter).all() for parameter in other.model.parameters())
     one.round()
     other.round()

@@ -16,7 +16,7 @@ from workers import Counter, Worker, at_first, joined, replayed, times_applied, 
 
 from demopt import LocalDeMo
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
-from demopt.errors import DemoptError, ExchangeError, SettingsError
+from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
@@ -144,11 +144,13 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     other.optimizer.load_state_dict(state)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
         other.join()
-    digest, weights = other.digest, Worker(store, 3)
+    digest, weights, late = other.digest, Worker(store, 3), first.optimizer._rounds._round_of
+    with pytest.raises(MessageError, match="the saved message is of round 0, the state of round 1"):
+        late(first.run.last.envelope, True)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
-    wrong += [{"is_settled": 3}, {"read": "3"}, {"read": '["a"]'}]
+    wrong += [{"error_is_ahead": 3}, {"read": "3"}, {"read": '["a"]'}]
     for folder in [{**known, **each} for each in wrong] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):

@@ -164,6 +164,7 @@ class DeMo(ReplicatedOptimizer):
         self._follow_state()
         if not self.replicator.session.has_met:
             look_at_models(self)
+        self._warn_of_frozen()
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         self._note_gradients(gradients)
         self._warn_unless_trained()

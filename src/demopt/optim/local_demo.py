@@ -391,9 +391,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
+        self._warn_of_frozen()
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
-                parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
+                parameter.grad = None  # the inner optimizers would take it
         losses: list[float] = []
         unscale, collectives = unscaling_of(self), None
         # whether the optimizer computes the gradients, once or, as SAM does, at several places
@@ -440,7 +441,9 @@ class LocalDeMo(ReplicatedOptimizer):
             self._warn_unless_trained(alone=self._rounds.in_step)
         sent = Stats()  # in this step
         while True:
+            was_left_open = self._left_open
             self._end_open_round()
+            sent = self.replicator.stats.after(sent) if was_left_open else sent
             self.replicator.require_idle("step")  # a round that the user began is not rolled back
             background, current = self.replicator.options.background, None
             number = int(self.replicator.round_number)
@@ -462,6 +465,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.stats = sent = self.replicator.stats.after(sent)
             if not self._rounds.sends_again:
                 return
+            # Late twice in a row: the error is sent at once, without local steps. local is global here, so D is 0.
 
     def _keep_weights(self, finite: bool) -> None:
         """After a round that failed: D is in the error."""
@@ -512,7 +516,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where a folder's round was not applied: its `stats`, of `extract` or `exchange`, are not `skipped`
+        else:  # also where a folder's round is to be caught up with: its `stats` are not `skipped`
             self._weights.adopt()
         self.local_steps = 0
 
@@ -585,7 +589,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.notice_loaded()
         for local, weight in self._weights.global_of.items():
             if weight not in self.replicator.state:
-                continue  # it was frozen when a state was loaded
+                continue  # it was frozen when a state that lacks it was loaded: `attach` gave it none
             error = SavedParameter.of(self.replicator.state[weight])
             global_weight, own = self._weights.of_state(local, with_local)
             shared = {**error.shared, "global": global_weight}
@@ -659,9 +663,11 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
-        self._follow_inner()
+        if self.replicator.round is None:  # otherwise `restore` ends it first
+            self._follow_inner()
         check_sizes(state_dict, self.param_groups)
-        settings, whose = self.replicator.wiring().settings, self.replicator.rank_and_size
+        settings = self.replicator.wiring().settings  # one for each of `param_groups`, as `_replicated_groups`
+        whose = self.replicator.rank_and_size
         saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         # also of parameters that were frozen, of which `saved_of` has nothing

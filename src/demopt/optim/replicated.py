@@ -111,12 +111,24 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
                 "was built, by load_state_dict(assign=True), to_empty or new layers? Build it after that",
             )
 
+    def _warn_of_frozen(self) -> None:
+        """Warns, once, of a parameter with a gradient that is frozen in the step: torch's optimizers would train it."""
+        for number, group in enumerate(self.param_groups):
+            if any(p.grad is not None and not p.requires_grad for p in group["params"]):
+                self.warn_once(
+                    "frozen",
+                    f"a parameter of param_groups[{number}] has a gradient and requires_grad=False in step(): it is "
+                    "frozen, and its gradient is dropped. To train it, freeze it after step(), not between backward() "
+                    "and step(); otherwise call zero_grad() after freezing it",
+                )
+
     def warn_once(self, about: str, text: str, here: bool = False) -> None:
         """Warns on the rank that speaks for all, or `here`, unless it did so of the same thing before."""
         if about not in self._warned and (here or self.replicator.session.exchange.speaks):
             self._warned |= {about}
             warn(text)
 
+    @unrecorded
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone; no tensor is a view of more memory than it holds."""
         if not self.replicator.in_flight:

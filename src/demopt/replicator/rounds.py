@@ -90,7 +90,8 @@ class Rounds:
 
     in_step = True  #: whether all ranks are at the same local step
     is_behind = False  #: whether rounds may have been decided without this rank
-    keeps_steps = False  #: after `join`: whether this rank's unsent steps count, although the parameters moved
+    #: After `join`: whether this rank's unsent steps count, although the parameters moved (`LocalDeMo._take_weights`).
+    keeps_steps = False
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator

@@ -39,7 +39,7 @@ from demopt.runs.inbox import (
     row_of,
     tensor_of,
 )
-from demopt.runs.key import ForeignError, Keyed
+from demopt.runs.key import Keyed
 from demopt.runs.log import Envelope, Manifest, Record
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import Patient, Store, open_store
@@ -324,12 +324,12 @@ class FolderExchange(VaryingExchange):
         members = sorted(decided.members if decided else ())
         # Members take turns at reading the wish to stop, and tell the others by their message.
         reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # No message is put without the manifest before. In a round's first `_STILL_THERE` seconds it is taken to be
-        # there: then the put goes beside the look. No long upload is made for a round that is over: whoever may be late
-        # looks first. So does whoever reads the wish to stop, because its message tells the others.
+        # The put may go beside the look, unless
         age = began - attached.round_began
-        is_in_time, was_just_there = age < SLACK * mine.seconds + self.late, age < _STILL_THERE
-        puts_at_once = is_in_time and was_just_there and not (reads_wish and len(members) > 1)
+        may_be_late = age >= SLACK * mine.seconds + self.late  # no long upload for a round that is over
+        may_be_gone = age >= _STILL_THERE  # no message is put where the manifest before is not there any more
+        tells_others = reads_wish and len(members) > 1  # its message says whether there is a wish, which it reads now
+        puts_at_once = not (may_be_late or may_be_gone or tells_others)
         together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
         together += [self._hears_stop] if reads_wish else []
         together += [partial(self._put, mine)] if puts_at_once else []
@@ -358,7 +358,7 @@ class FolderExchange(VaryingExchange):
             error = DriftError(number, [], told)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        was_there = inbox.undecided_at - put_at > _SEEN
+        was_there = inbox.undecided_at - put_at > _SEEN  # the round was open then; False if nothing was put
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
             row, result, error, manifest=manifest, envelope=mine,
@@ -393,7 +393,7 @@ class FolderExchange(VaryingExchange):
             if (own := next((each for each in attempts(mine) if each.packed() == there), None)) is not None:
                 self.sent_bytes += len(packed)
                 return own
-            other = renamed(mine)
+            other = renamed(mine)  # each time another name, because the digest in it is of the name, too
             self.say(
                 f"{name} is another worker's, or an earlier message of this one, which is {other.worker} from now on"
             )
@@ -458,16 +458,15 @@ class FolderExchange(VaryingExchange):
 
             def get() -> bytes | None:
                 try:
-                    data = self.store.get(name, most)
-                except ForeignError:  # or a part of the object, whose tag is then wrong: read it again
-                    return name.encode()
-                if not data and log.checkpoints(self.store)[-1] > manifest.round:
+                    if data := self.store.get(name, most):
+                        return named(data)
+                except MessageError:  # a cache may have given a part of it as the whole: it is read again
+                    return self.store.read(name, most, named)
+                if log.checkpoints(self.store)[-1] > manifest.round:
                     raise CoveredError(f"{name} is gone, and a checkpoint has its round")
-                return data or None
+                return None
 
             data = self.wait_for(get, f"{name} is gone from {self.store.address}, and no checkpoint has its round")
-            if log.digest(data) != sender.digest:  # a cache may have given a part of it as the whole: read it again
-                data = self.store.read(name, most, named)
             body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
             found[sender.digest] = check_message(wiring, header, tensor_of(body))
             return len(data)
@@ -481,7 +480,8 @@ class FolderExchange(VaryingExchange):
         manifest = outcome.manifest
         self.last = replace(outcome, result=None, in_momentum=in_momentum)  # messages may be large
         self.worker = outcome.envelope.worker
-        self.left_out = 0 if outcome.row is not None else self.left_out + 1
+        if outcome.envelope.worker not in manifest.refused:  # which was not late
+            self.left_out = 0 if outcome.row is not None else self.left_out + 1
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if self._overlooked_rounds == 2:

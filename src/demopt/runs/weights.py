@@ -61,7 +61,7 @@ class SavedWorker:
     worker: str
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
-    is_settled: bool  # the error has met the manifest of the round, which the weights do not have
+    error_is_ahead: bool  # by the round whose message has left it, which the weights do not have (`exchange_and_apply`)
     read: list[int]  # numbers of sequences that no manifest has as read
 
     @staticmethod
@@ -71,7 +71,7 @@ class SavedWorker:
             return None
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
-            settled, read = entry.get("is_settled", False), json.loads(entry.get("read", "[]"))  # as early 0.3.0
+            settled, read = entry.get("error_is_ahead", False), json.loads(entry.get("read", "[]"))  # as early 0.3.0
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
             if not (named and isinstance(before, str) and isinstance(settled, bool)):
                 raise TypeError
@@ -116,7 +116,7 @@ class FolderRounds(Rounds):
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         # In `join`: the first round whose manifest may list a message of this worker that is later than its state
         self._unknown_from: float = math.inf
-        self._settled_round = -1  # whose manifest the error has met, but the weights have not (`SavedWorker`)
+        self._error_ahead_in = -1  # the round whose message has left the error, while the weights still lack it
 
     @property
     def _number(self) -> int:
@@ -202,9 +202,10 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            knows_this_round = restored.is_settled or restored.message is not None
+            # It knows its message of this round, if it has it or that has left the error; of later ones it cannot.
+            knows_this_round = restored.error_is_ahead or restored.message is not None
             self._unknown_from = self._number + int(knows_this_round)
-            self._settled_round = self._number if restored.is_settled else -1
+            self._error_ahead_in = self._number if restored.error_is_ahead else -1
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -219,10 +220,12 @@ class FolderRounds(Rounds):
         number = self._number
         self.exchange_and_apply()
         if self.run.last is not None and self.run.last.manifest.round == number:  # no fork has ended it
-            self._meet_own(self.run.last.manifest)
+            self._drop_if_sent_later(self.run.last.manifest)
 
     def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
+        if message.round != self._number:
+            raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
         return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
 
@@ -239,7 +242,7 @@ class FolderRounds(Rounds):
         self._end_saved_round()
         return True
 
-    def _meet_own(self, manifest: Manifest) -> None:
+    def _drop_if_sent_later(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
         if manifest.round >= self._unknown_from and self.run.worker in [each.worker for each in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
@@ -251,7 +254,7 @@ class FolderRounds(Rounds):
         self.run.unsent = 0
         if self.run.last is not None:  # of a message that was left out nothing is sent later
             self.run.last = replace(self.run.last, in_momentum=False)
-        self.keeps_steps, self._unknown_from, self._settled_round = False, math.inf, -1
+        self.keeps_steps, self._unknown_from, self._error_ahead_in = False, math.inf, -1
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -278,10 +281,7 @@ class FolderRounds(Rounds):
         return self._open is not None or self.replicator.in_flight
 
     def exchange_and_apply(self) -> None:
-        """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
-
-        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
-        """
+        """Exchanges and applies the round, then maybe writes a checkpoint; errors may leave the round open."""
         replicator, current = self.replicator, self._open or self.replicator.round
         assert current is not None
         try:
@@ -295,8 +295,8 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
-            if current.in_momentum:  # otherwise the message is later than a state: `_meet_own` drops what that has
-                self._settled_round = self._number
+            if current.in_momentum:  # otherwise the message is later than a state: see `_drop_if_sent_later`
+                self._error_ahead_in = self._number
             if isinstance(error, DriftError):
                 raise
             outcome = self._end_round(current)
@@ -310,7 +310,7 @@ class FolderRounds(Rounds):
                 self._open, replicator.round = replicator.round, None
             raise
         if not self.is_behind:
-            self._take_turn(outcome)
+            self._save_if_due(outcome)
 
     def _end_round(self, current: Round) -> FolderOutcome:
         """Notes the outcome of a round for which this worker has sent a message."""
@@ -321,18 +321,19 @@ class FolderRounds(Rounds):
         self.is_behind = outcome.row is None or outcome.error is not None
         return outcome
 
-    def _take_turn(self, outcome: FolderOutcome) -> None:
-        """Writes a checkpoint if it is this worker's turn, or if the run may end: of the senders the first one.
+    def _save_if_due(self, outcome: FolderOutcome) -> None:
+        """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.
 
-        A worker that was left out has no turn, but may be the last one.
+        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. Before an end the
+        first sender writes it, and who was left out, because it may be the last worker.
         """
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
         senders = len(outcome.manifest.senders) or 1  # a round that moves nothing has none
         has_turn = rest == 0 and outcome.row == turn % senders
-        leaves = outcome.envelope.leaves or self.run.stopping
-        if has_turn or (leaves and outcome.row in (None, 0)):
+        ends = outcome.envelope.leaves or self.run.stopping
+        if has_turn or (ends and outcome.row in (None, 0)):
             self.save()
-        if leaves:
+        if ends:
             self.run.take_back_hellos(self._number)
 
     def rollback(self) -> None:
@@ -357,8 +358,8 @@ class FolderRounds(Rounds):
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
         self.is_behind = False
-        if self.run.last is not None and self.run.last.row is None:  # it has no turn, but may leave as the last one
-            self._take_turn(self.run.last)
+        if self.run.last is not None and self.run.last.row is None:  # otherwise that was done with the round
+            self._save_if_due(self.run.last)
 
     # Rounds that were decided without this worker
 
@@ -378,7 +379,7 @@ class FolderRounds(Rounds):
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
-                self._meet_own(manifest)
+                self._drop_if_sent_later(manifest)  # only while it joins with a state
                 rounds += 1
                 if asks and rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)
@@ -421,21 +422,22 @@ class FolderRounds(Rounds):
 
     # Forks
 
-    def _leave_fork(self, error: ForkedError, applied: str) -> None:
+    def _leave_fork(self, error: ForkedError, mine_before: str) -> None:
         """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
 
         A store that let two manifests of one round win has made two runs, which part here: the one that is there now
         counts, unless a later one follows the other. It may list messages of this worker that the other one did not.
-        So that none counts twice, the error is dropped. `applied`: the digest of the last manifest that these weights
-        have.
+        So that none counts twice, the error is dropped. `mine_before`: the digest of the manifest before this round, as
+        these weights have it.
         """
         run, number = self.run, self._number
         if number == 0:
             raise MessageError("the manifest of round 0 is damaged: it follows another one") from error
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
+        # The manifest before is `before` in the store now; the run went on, if it did, from `after.before`.
         before, after = self._known_manifest(number - 1), self._manifest(number)
-        if (after.before if after else before.digest) == applied:
+        if (after.before if after else before.digest) == mine_before:
             return  # the others, too, go on from what this worker has
         # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
         self._load_newest(least=0 if after is None or after.before == before.digest else number + 1)
@@ -518,7 +520,7 @@ class FolderRounds(Rounds):
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
         if self._unknown_from < math.inf:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
-                self._meet_own(missed)
+                self._drop_if_sent_later(missed)
 
     def _lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
@@ -557,8 +559,8 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
-        settled, read = self._settled_round == self._number, sorted(run.numbers_read)
-        saved = SavedWorker(run.record.identity, run.worker, before, message, is_settled=settled, read=read)
+        settled, read = self._error_ahead_in == self._number, sorted(run.numbers_read)
+        saved = SavedWorker(run.record.identity, run.worker, before, message, error_is_ahead=settled, read=read)
         return saved.entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
@@ -570,7 +572,7 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         self._restored, self.run.numbers_read = saved, {*saved.read} if saved else set()
-        self._open, self._weights_of, self._unknown_from, self._settled_round = None, "", math.inf, -1
+        self._open, self._weights_of, self._unknown_from, self._error_ahead_in = None, "", math.inf, -1
         self.run.joined = False
 
 

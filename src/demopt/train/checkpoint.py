@@ -85,8 +85,7 @@ def save(folder: Path, saved: CheckpointRecord, model: nn.Module, optimizer: tor
     try:
         save_state(_state(model, optimizer), checkpoint_id=target)
     except CheckpointException as error:
-        cause = _cause(error)
-        raise (cause if isinstance(cause, OSError) else OSError(first_line(cause))) from None
+        raise _cause(error) from error
     if team.first:
         for old in whole(folder)[:-KEEP]:
             (old / LAST_FILE).unlink()  # first: an interrupted deletion must not leave a folder that looks whole
@@ -107,6 +106,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         try:
             load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
         except (Exception, CheckpointException) as error:  # of pickle, DCP or the optimizer: it may hold anything
+            if isinstance(_cause(error), MemoryError | torch.OutOfMemoryError):
+                raise
             raise _unreadable(path, error) from None
     if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -91,7 +91,7 @@ class Connected:
         return True
 
     def after_report(self, row: Row) -> None:
-        """Saves, if it is time or the run is over."""
+        """Saves, if it is time, where `train_steps` pauses, or if the run is over."""
         training, optimizer = self.training, self.training.method.optimizer
         if not (self._stopped or self.ended or row["step"] % self.config.save_every == 0):
             return

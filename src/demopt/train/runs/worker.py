@@ -285,7 +285,8 @@ class Worker:
         self.run.note |= {**self._validated, "speed": self.sizes.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
-        self.optimizer.finish_round()  # if it sends again, this note counts for all; `_hear` hears of the last
+        # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
+        self.optimizer.finish_round()
         self._hear(loss)
         stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
         if self.run.leaving:
