@@ -88,6 +88,17 @@ class Lookahead(torch.optim.SGD):
             p.copy_(slow.lerp_(p, 0.5))
 
 
+class Holding(torch.optim.SGD):
+    """As timm's Lookahead: the optimizer inside it has the state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base = Lookahead(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
 #: As schedule-free optimizers; and as a wrapper that keeps its own state and that of another optimizer apart.
 TwoViews = type("TwoViews", (torch.optim.SGD,), dict.fromkeys(("train", "eval"), lambda _: None))
 OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"mine": {}, "base": {}}})
@@ -106,14 +117,86 @@ def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused(
         problems.local(inner=inner)
 
 
-def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs_are_none():
-    optimizer = problems.local(inner=Lookahead, sync_every=5)
+@pytest.mark.parametrize("inner", [Lookahead, Holding])
+def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs_are_none(inner):
+    optimizer = problems.local(inner=inner, sync_every=5)
     train(optimizer, range(1))
-    with pytest.warns(UserWarning, match="Lookahead keeps a second copy of the weights"):
+    with pytest.warns(UserWarning, match=f"{inner.__name__} keeps a second copy of the weights"):
         train(optimizer, range(1, 2))
     train(optimizer, range(2, 6))  # and it is said once
     train(problems.local(inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), sync_every=2), range(4))
     train(problems.local(inner=torch.optim.ASGD, sync_every=2), range(4))
+
+
+class Apart(torch.optim.SGD):
+    """State of no parameter, as MADGRAD's; apart from all state, as Ranger21's; no given rate, as Adafactor's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = None
+        self.state["k"], self.steps = torch.zeros(1), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.state["k"] += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 * float(self.state["k"]) / self.steps**2)
+            self.state[p]["before"] = p.data  # the same memory, as SAM's: no copy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict.pop("steps")
+        super().load_state_dict(state_dict)
+
+
+def test_state_of_an_inner_optimizer_apart_from_its_parameters_is_resumed():
+    one, other = (problems.local(inner=Apart, sync_every=2) for _ in range(2))
+    train(one, range(4))
+    other.load_state_dict(problems.by_file(one.state_dict()))
+    assert (other.inner[0].steps, other.inner[0].state["k"]) == (4, 4)
+    assert train(other, range(4, 8)) == train(one, range(4, 8))
+    with pytest.raises(RuntimeError, match="ranks would drift apart"):
+        one.inner[0].step()
+    state = one.state_dict()
+    state["state"][0]["in_optimizer"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="its entry 'in_optimizer' cannot be read"):
+        other.load_state_dict(state)
+    one.inner[0].state["k"] = lambda: 0
+    with pytest.warns(UserWarning, match="Apart has state beside that of parameters, which is not saved"):
+        one.state_dict()
+
+
+def test_group_that_an_inner_optimizer_was_given_is_in_every_ranks_next_round():
+    def work(exchange: Exchange) -> int:
+        *first, last = problems.parameters([(4, 4), (4,), (2, 2)])
+        optimizer = LocalDeMo([problems.SGD([each]) for each in first], sync_every=1, process_group=exchange)
+        train(optimizer, range(2), exchange.rank)
+        optimizer.inner[1].add_param_group({"params": [last]})
+        if exchange.rank == 0:
+            optimizer.state_dict()
+        optimizer.finish_round()
+        optimizer.inner[1].add_param_group({"params": problems.parameters([(3, 3)])})
+        if exchange.rank == 0:
+            optimizer.state_dict()
+        optimizer.resync()
+        return optimizer.fingerprint()
+
+    one, other = ranks.threads(work, 2)
+    assert one == other
+
+
+def test_rate_that_is_written_after_an_inner_optimizer_was_loaded_counts():
+    optimizer = problems.local(sync_every=3)
+    train(optimizer, range(1))
+    optimizer.inner[0].load_state_dict(optimizer.inner[0].state_dict())
+    before = [parameter.detach().clone() for parameter in problems.all_parameters(optimizer)]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(optimizer, range(1, 2))
+    assert all(map(torch.equal, before, problems.all_parameters(optimizer)))
 
 
 class DistMuon(torch.optim.Optimizer):

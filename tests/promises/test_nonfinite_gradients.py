@@ -80,6 +80,15 @@ def test_nonfinite_gradient_of_frozen_parameter_is_ignored():
     assert not optimizer.stats.skipped
 
 
+def test_second_moment_of_a_gradient_whose_square_overflows_is_finite():
+    parameter = problems.parameters([(16, 16)])[0]
+    optimizer = DeMo([parameter], lr=0.1, update="adamw", momentum_decay=0.0)
+    parameter.grad = torch.full_like(parameter, 1e25)
+    optimizer.step()
+    assert bool(optimizer.state[parameter]["exp_avg_sq"].isfinite().all())
+    optimizer.load_state_dict(problems.by_file(optimizer.state_dict()))
+
+
 @pytest.mark.parametrize("values", ["float32", "float64"])
 @pytest.mark.parametrize("size", [3.4e38, 3e37])
 def test_overflowing_finite_gradients_poison_nothing(values, size):

@@ -328,7 +328,10 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     assert all(each.param_groups is known for each, known in zip(joiner.optimizer.inner, groups, strict=True))
     assert store.list("moments") == {"00000002", "00000004"}
     lent = store.get("moments/00000004", 1 << 20)
-    for damaged in (lent[:-1], b"{}\n", lent[:-2] + b"\xff\x7f"):  # torn, empty, not finite
+    head = json.loads(lent.partition(b"\n")[0])
+    shapes = ([[0, 10**30], "float32"], [[1] * 70, "float32"], [[4], "float8_e4m3fn"])
+    other = [json.dumps({**head, "tensors": [shape]}).encode() + b"\n" for shape in shapes]
+    for damaged in (lent[:-1], b"{}\n", lent[:-2] + b"\xff\x7f", *other):  # torn, empty, not finite, of no tensors
         stores.put(store, "moments/00000004", damaged)
         later = Worker(store, 3, inner=adamw).join()
         assert (later.digest, moments(later)) == (first.digest, [])
@@ -392,6 +395,17 @@ def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):
     worker.optimizer.finish_round(last=True)
     assert not [*worker.run.store.list(log.folder_of(6))]
     assert next_message() == "none: it left"
+
+
+def test_worker_that_leaves_behind_the_others_writes_no_checkpoint(store):
+    first, late = joined(store, checkpoint_every=50)
+    first.round(4)
+    late.step()
+    late.run.leaving, late.run.asked_to_stop = True, lambda: True
+    late.optimizer.finish_round(last=True)
+    late.run.wait_for_uploads()
+    assert late.rounds < first.rounds
+    assert log.checkpoints(store) == [0]
 
 
 def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():

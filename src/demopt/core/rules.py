@@ -187,6 +187,7 @@ class AdamW(Rule):
 
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         square, weight = state["exp_avg_sq"], state["exp_avg_sq_weight"]
+        update.clamp_(-_LARGEST, _LARGEST)
         _mix(square, torch.mul(update, update, out=spare), self.beta2)
         weight.mul_(self.beta2).add_(1 - self.beta2)
         torch.div(square, weight, out=spare)
@@ -243,6 +244,8 @@ def _mix(average: Tensor, new: Tensor, beta: float) -> None:
     """
     average.mul_(beta / (1 - beta)).add_(new).mul_(1 - beta)
 
+
+_LARGEST = 1e16  # of an update whose square is averaged: an infinite average would never end
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Nesterov, Signum, Lion, Muon, AdamW)}
 

@@ -7,6 +7,7 @@ of several elements are neither.
 """
 
 import inspect
+import io
 import json
 import re
 import weakref
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_parameters
+from demopt.errors import first_line
 from demopt.exchange.dtensor import shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
 from demopt.optim.replicated import ReplicatedOptimizer
@@ -27,9 +29,9 @@ from demopt.replicator.session import varies
 from demopt.validation import warn
 
 Group = dict[str, Any]
-#: In a parameter's saved state: the state that the inner optimizer keeps in its group, each rank its own. A saved state
-#: of all ranks has one `param_groups`.
-IN_GROUP = "in_group"
+#: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
+#: beside the parameters. It is each rank's own, and a saved state of all ranks has one of all else.
+IN_GROUP, BESIDE = _OURS = ("in_group", "in_optimizer")
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
@@ -59,7 +61,7 @@ class InnerOptimizers:
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             inner = mine()
-            if inner is None or inner.is_stepping or not any(group.get("lr") for group in optimizer.param_groups):
+            if inner is None or inner.is_stepping or all(group.get("lr", 0) == 0 for group in optimizer.param_groups):
                 return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
             raise RuntimeError(
                 f"step() of the {type(optimizer).__name__} inside a LocalDeMo was called, and ranks would drift apart; "
@@ -116,10 +118,13 @@ class InnerOptimizers:
         for each in self.optimizers:
             if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on
                 continue
-            on_cpu = (p for group in each.param_groups for p in group["params"] if p.is_cpu)
-            first: Any = next((p for p in on_cpu if each.state.get(p) and varies(p)), None)
-            for name, value in each.state[first].items() if first is not None else ():
-                if type(value) is Tensor and value.shape == first.shape and torch.equal(value, first):
+            on_cpu = [p for group in each.param_groups for p in group["params"] if p.is_cpu]
+            held = _inside(each)  # as timm's Lookahead has it
+            state = held.state if held else each.state
+            first: Any = next((p for p in on_cpu if state.get(p) and varies(p)), None)
+            for name, value in state[first].items() if first is not None else ():
+                is_own = type(value) is Tensor and value.shape == first.shape and value.data_ptr() != first.data_ptr()
+                if is_own and torch.equal(value, first):
                     return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
         return ""
 
@@ -151,13 +156,17 @@ class InnerOptimizers:
             parameter: {_saved_name(name): value for name, value in entry.items()}
             for each in self.optimizers
             for parameter, entry in each.state.items()
+            if isinstance(parameter, Tensor)
         }
         for each in self.optimizers:
-            held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer) and value.state]
-            if held and held[0].state is not each.state and not self._told:
+            if (beside := _packed_beside(each)) is not None:
+                parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+                first = next((parameter for parameter in parameters if parameter in found), parameters[0])
+                found.setdefault(first, {})[BESIDE] = beside
+            if (held := _inside(each)) and not self._told:
                 self._told = True
                 warn(
-                    f"{type(each).__name__} holds a {type(held[0]).__name__}, whose state is not in its own: it is not "
+                    f"{type(each).__name__} holds a {type(held).__name__}, whose state is not in its own: it is not "
                     "saved, and begins anew after loading"
                 )
         for settings in self._follow():
@@ -187,13 +196,15 @@ class InnerOptimizers:
             found = re.fullmatch(r"(\d{1,9})\.(.*)", key, re.S)
             if found and (number := int(found[1])) < len(parameters):
                 entries.setdefault(number, {})[found[2]] = value
-                if value.dim() == parameters[number].dim() > 0 and value.shape != parameters[number].shape:
+                if not _may_be_state_of(parameters[number], value):
                     return
         first = 0
         for each in self.optimizers:
             saved = each.state_dict()
             count = sum(len(group["params"]) for group in saved["param_groups"])
-            saved["state"] = {number: entries[first + number] for number in range(count) if first + number in entries}
+            own = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
+            lent = {number: entries[first + number] for number in range(count) if first + number in entries}
+            saved["state"] = {**own, **lent}
             groups = each.param_groups
             for group in saved["param_groups"]:  # torch copies them deeply, which locks and process groups refuse
                 group.update({name: None for name in group.keys() - {"params"} if not text_of(group[name])})
@@ -209,7 +220,7 @@ class InnerOptimizers:
         for group, saved in zip(groups, in_groups, strict=True):
             loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
         entries = {
-            number: {_own_name(name): value for name, value in entry.items() if name != IN_GROUP}
+            number: {_own_name(name): value for name, value in entry.items() if name not in _OURS}
             for number, entry in state.items()
         }
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
@@ -218,7 +229,9 @@ class InnerOptimizers:
                 last = first + len(each.param_groups)
                 numbers = [number for group in loaded[first:last] for number in group["params"]]
                 mine = {number: entries[number] for number in numbers if entries.get(number)}
-                each.load_state_dict({"state": mine, "param_groups": loaded[first:last]})
+                packed = (state.get(number, {}).get(BESIDE) for number in numbers)
+                loose, rest = _beside(next((value for value in packed if value is not None), None))
+                each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
                 first = last
         except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
@@ -231,13 +244,57 @@ class InnerOptimizers:
         self._follow()
 
 
+def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Returns an optimizer inside one, if that has a state of its own."""
+    held = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer) and value.state)
+    return next((each for each in held if each.state is not optimizer.state), None)
+
+
 def _saved_name(name: Any) -> Any:
-    """Returns the name of an optimizer's state in a saved one, where `IN_GROUP` is ours."""
-    return f"own.{name}" if isinstance(name, str) and name.endswith(IN_GROUP) else name
+    """Returns the name of an optimizer's state in a saved one, where `IN_GROUP` and `BESIDE` are ours."""
+    return f"own.{name}" if isinstance(name, str) and name.endswith(_OURS) else name
 
 
 def _own_name(name: Any) -> Any:
-    return name.removeprefix("own.") if isinstance(name, str) and name.endswith(IN_GROUP) else name
+    return name.removeprefix("own.") if isinstance(name, str) and name.endswith(_OURS) else name
+
+
+def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Returns the bytes of an optimizer's state that is of no parameter, uint8 [n]; warns if they could not be read.
+
+    MADGRAD has such keys in `state`, and the `state_dict` of Ranger21 has keys beside it.
+    """
+    loose = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    rest = {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
+    if not (loose or rest):
+        return None
+    file = io.BytesIO()
+    try:
+        torch.save((loose, rest), file)
+        packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        _beside(packed)
+    except Exception as error:  # of pickle, or of the values: they may be anything
+        name = type(optimizer).__name__
+        warn(f"{name} has state beside that of parameters, which is not saved, and begins anew: {first_line(error)}")
+        return None
+    return packed
+
+
+def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Returns what `_packed_beside` got; ValueError if it is damaged."""
+    if packed is None:
+        return {}, {}
+    try:
+        loose, rest = torch.load(io.BytesIO(bytes(packed.tolist())), map_location="cpu", weights_only=True)
+        return {**loose}, {**rest}
+    except Exception as error:  # of zip, pickle or torch: none is documented
+        raise ValueError(f"the state is damaged: its entry {BESIDE!r} cannot be read: {first_line(error)}") from None
+
+
+def _may_be_state_of(parameter: Tensor, value: Tensor) -> bool:
+    """Whether a tensor of another worker is a counter, of the parameter's shape, or of some of its dimensions."""
+    same = value.shape == parameter.shape
+    return same or (value.dim() < max(parameter.dim(), 1) and {*value.shape} <= {1, *parameter.shape})
 
 
 def _zero(state: Any) -> None:

@@ -182,8 +182,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Takes a step of the inner optimizers, then, every `sync_every` steps, a round with the other ranks."""
         self._before_change("step")
         try:
-            if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
-                self._end_open_round()
+            self._let_begin()
             self._join()
             loss = self._local_step(closure)
             if self.due:
@@ -221,6 +220,7 @@ class LocalDeMo(ReplicatedOptimizer):
         Call it before the first batch. The first `step` does it too, but in a folder drops its gradient then.
         """
         self._before_change("join")
+        self._let_begin()
         self._join()
 
     @unrecorded
@@ -243,6 +243,7 @@ class LocalDeMo(ReplicatedOptimizer):
         In a folder set `run.leaving` before the last one: the others do not wait for this worker again.
         """
         self._before_change("finish_round")
+        self._let_begin()
         self._round()
         if last:
             self.flush()
@@ -253,6 +254,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("extract")
         if not self._rounds.in_step:
             raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
+        self._follow_inner()
         self._weights.begin()
         message = self._extract().message
         assert message is not None
@@ -317,6 +319,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self.mistakes.look_at_replaced()
         loaded = [parameter.detach().clone() for parameter in self._weights.parameters] if model else []
         self.flush()
+        self._follow_inner()
         self._weights.begin()
         if model:
             self._weights.take(loaded)
@@ -544,11 +547,15 @@ class LocalDeMo(ReplicatedOptimizer):
                     "an inner optimizer has lost parameters; build LocalDeMo anew for those that are left"
                 )
             self._weights.parameters = parameters
-        self.param_groups[:] = groups
         begins = self._weights.create(also)
         if begins or len(groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
+
+    def _let_begin(self) -> None:
+        """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
+        if self._follow_inner():
+            self._end_open_round()
 
     def _attach_parts(self, is_new: bool) -> None:
         """Makes all parts that neither a copy nor a file takes along."""
@@ -576,6 +583,15 @@ class LocalDeMo(ReplicatedOptimizer):
         self._all_states = None
 
     # State: groups, checkpoints
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizers' groups, as they are now: loading a state into one replaces them."""
+        return self._inner.groups
+
+    @param_groups.setter
+    def param_groups(self, _: object) -> None:
+        """From torch's constructor, which would begin with none."""
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -614,8 +630,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, if there is one inner optimizer. Call it on all ranks alike, at the same step."""
         if not hasattr(self, "replicator"):
-            super().add_param_group(param_group)  # from the constructor: the inner optimizer's own group
-            return
+            return  # from the constructor: the inner optimizer's own group
         self._before_change("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
@@ -636,7 +651,6 @@ class LocalDeMo(ReplicatedOptimizer):
         except BaseException:
             del self.inner[0].param_groups[-1]
             weights.parameters, weights.global_of = kept
-            self.param_groups[:] = self._inner.groups
             self.replicator.groups[:] = self._replicated_groups()
             raise
 
@@ -693,6 +707,6 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         self._inner = packed["_inner"]
-        super().__setstate__({**packed, "param_groups": self._inner.groups})
+        super().__setstate__(packed)
         self._attach_parts(is_new=False)
         self._inner.watch()

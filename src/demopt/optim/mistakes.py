@@ -256,4 +256,4 @@ def _chosen_rates(inner: list[torch.optim.Optimizer]) -> list[float]:
 
 
 def _rate(group: dict[str, Any]) -> float:
-    return float(group.get("lr", 0.0))
+    return float(group.get("lr") or 0.0)  # None: the optimizer finds it itself, as Adafactor does

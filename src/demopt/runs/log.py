@@ -37,10 +37,11 @@ RECORD, STOP = "run", "stop"
 
 T = TypeVar("T")
 DTYPES = {  # that tensors in a run may have, with the bytes of an element
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 MOST_TENSORS = 1 << 41  # bytes
+_MOST_DIMENSIONS = 64  # that torch's functions take
 NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
 _PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
 _NUMBERS = {  # the least and the most of each
@@ -405,7 +406,11 @@ def shapes_of(name: str, value: Any) -> list[tuple[list[int], str]]:
     found, size = [], 0
     for each in value if isinstance(value, list) else [None]:
         match each:
-            case [list(shape), str(dtype)] if dtype in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+            case [list(shape), str(dtype)] if (
+                dtype in DTYPES
+                and len(shape) <= _MOST_DIMENSIONS
+                and all(type(n) is int and 0 <= n < MOST_TENSORS for n in shape)
+            ):
                 found.append((shape, dtype))
                 size += math.prod(shape) * DTYPES[dtype]
             case _:

@@ -4,9 +4,11 @@ import functools
 import math
 import os
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,7 +163,7 @@ class Patient(Store):
         began, attempt, long = time.monotonic(), 0, False
         while True:
             try:
-                result = call()
+                result = _interruptible(call)
             except MessageError:
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
@@ -189,6 +191,22 @@ class Patient(Store):
         if since is not None:
             self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
         return result
+
+
+def _interruptible(call: Callable[[], T]) -> T:
+    """Makes a request; if this is the main thread, in another one: handlers of signals run here, also in a long one."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    answer = Future[T]()
+
+    def make() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=make, daemon=True).start()  # no process waits for it at its end
+    return answer.result()
 
 
 def full(address: str) -> str:

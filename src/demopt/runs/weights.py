@@ -331,7 +331,8 @@ class FolderRounds(Rounds):
         senders = len(outcome.manifest.senders) or 1  # a round that moves nothing has none
         has_turn = rest == 0 and outcome.row == turn % senders
         ends = outcome.envelope.leaves or self.run.stopping
-        if has_turn or (ends and outcome.row in (None, 0)):
+        may_be_last = ends and outcome.row in (None, 0) and self._manifest(self._number) is None  # nobody has gone on
+        if has_turn or may_be_last:
             self.save()
         if ends:
             self.run.take_back_hellos(self._number)

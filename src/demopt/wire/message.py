@@ -152,7 +152,10 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
         if raw.version != VERSION:
             raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
         if raw.claimed != raw.checksum:
-            raise MessageError("checksum does not match: corrupted on the way", rank)
+            told = "corrupted on the way"
+            if raw.body_bytes != body_bytes:
+                told = f"of {raw.body_bytes} bytes, not {body_bytes}; did a rank leave out another optimizer's step?"
+            raise MessageError(f"checksum does not match: {told}", rank)
         settings = raw.settings if _alike({raw.settings, expected.settings}) else expected.settings
         for name, came, wanted in (
             ("rank", raw.rank, rank),
