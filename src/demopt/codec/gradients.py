@@ -38,10 +38,8 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Returns each parameter's gradient, of a DTensor this process's part; None where it has none or does not train.
 
     A DTensor's gradient gets the placements of its parameter where backward left others: under tensor parallelism with
-    SequenceParallel the gradients of a norm are Partial, so the ranks of a node call this together.
-
-    Raises:
-        TypeError: a gradient is sparse or complex.
+    SequenceParallel the gradients of a norm are Partial, so the ranks of a node call this together. TypeError if one
+    is sparse or complex.
     """
     found: list[Tensor | None] = []
     for number, parameter in enumerate(parameters):

@@ -144,11 +144,9 @@ class Hyperparameters:
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Whether decoding runs in integers: if it can, and `exact` is not False."""
-        if dtype == torch.float64:
-            if self.exact is True:
-                raise ValueError("exact=True computes in float32; use exact=None or False for float64 parameters")
-            return False
-        return bool(QUANTIZERS[self.values].largest_level) and self.exact is not False
+        if dtype == torch.float64 and self.exact:
+            raise ValueError("exact=True computes in float32; use exact=None or False for float64 parameters")
+        return dtype != torch.float64 and bool(QUANTIZERS[self.values].largest_level) and self.exact is not False
 
     def keep_count(self, length: int) -> int:
         """Returns K for a chunk of `length` elements.

@@ -267,9 +267,8 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
 def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
     """Returns the parameters if kernels can do steps 6 to 8 in one pass over them, with the same bits."""
     parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]
-    if all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters):
-        return parameters if apart(parameters) else None  # threads write them at the same time
-    return None
+    fit = all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters)
+    return parameters if fit and apart(parameters) else None  # threads write them at the same time
 
 
 def _received(chunk_group: ChunkGroup, coefficients: Coefficients) -> kernels.Received:

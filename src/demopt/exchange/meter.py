@@ -17,14 +17,6 @@ class Meter(Exchange):
     """Forwards every call to `inner`, and counts calls and the bytes that this rank sends and receives.
 
     With `Hierarchical`, the first process of each node counts the traffic between nodes; the others count nothing.
-
-    Examples:
-        >>> import torch
-        >>> from demopt.exchange import SingleRank
-        >>> meter = Meter(SingleRank())
-        >>> _ = meter.all_gather(torch.zeros(3, dtype=torch.uint8))
-        >>> meter.calls, meter.sent_bytes, meter.received_bytes
-        (1, 0, 0)
     """
 
     def __init__(self, inner: Exchange) -> None:
@@ -33,9 +25,7 @@ class Meter(Exchange):
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
         self.intra_node = inner.intra_node
-        self.calls = 0
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self.calls = self.sent_bytes = self.received_bytes = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -22,15 +22,6 @@ class Collective(Exchange):
 
     `timeout` (seconds) overrides the group's. Tensors on a device that no backend of the group serves travel through
     the host, where their results stay: those of any accelerator with gloo alone. "cpu:gloo,cuda:nccl" serves both.
-
-    Examples:
-        >>> import torch.distributed as dist
-        >>> store = dist.HashStore()
-        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        >>> exchange = Collective(dist.group.WORLD)
-        >>> exchange.all_gather(torch.zeros(3, dtype=torch.uint8)).shape
-        torch.Size([1, 3])
-        >>> dist.destroy_process_group()
     """
 
     def __init__(self, process_group: Any = None, timeout: float | None = None) -> None:
@@ -160,7 +151,7 @@ def resolve(process_group: Any) -> Exchange:
     if isinstance(process_group, Exchange):
         return process_group
     if process_group is None:
-        return Collective() if _has_group() else SingleRank()
+        return Collective() if can_connect() and dist.is_initialized() else SingleRank()
     dimensions = getattr(process_group, "ndim", 1)
     if dimensions == 2:
         return Hierarchical(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
@@ -186,14 +177,10 @@ def can_connect() -> bool:
     return dist is not None and bool(dist.is_available())
 
 
-def _has_group() -> bool:
-    return can_connect() and bool(dist.is_initialized())
-
-
 def forgotten_world_size() -> int:
     """Returns the number of ranks that a launcher started although there is no process group, otherwise 1.
 
     Only rank 0 gets the number, so that one rank warns.
     """
-    tells = os.environ.get("RANK", "0") == "0" and not _has_group()
+    tells = os.environ.get("RANK", "0") == "0" and not (can_connect() and dist.is_initialized())
     return int(os.environ.get("WORLD_SIZE", "1")) if tells else 1

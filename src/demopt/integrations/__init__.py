@@ -8,13 +8,12 @@ from demopt.optim.local_demo import LocalDeMo
 
 def require_demo(optimizer: Any, where: str, remedy: str) -> Any:
     """Returns the DeMo or LocalDeMo inside a framework's wrapper; TypeError, if it is another optimizer."""
-    plain = optimizer
-    while not isinstance(plain, DeMo | LocalDeMo):
-        inside = getattr(plain, "optimizer", None)
+    while not isinstance(optimizer, DeMo | LocalDeMo):
+        inside = getattr(optimizer, "optimizer", None)
         if inside is None:
             raise TypeError(
-                f"the optimizer is {type(plain).__name__}, and {where} only DeMo and LocalDeMo synchronize the ranks, "
-                f"which would drift apart; {remedy}"
+                f"the optimizer is {type(optimizer).__name__}, and {where} only DeMo and LocalDeMo synchronize the "
+                f"ranks, which would drift apart; {remedy}"
             )
-        plain = inside
-    return plain
+        optimizer = inside
+    return optimizer

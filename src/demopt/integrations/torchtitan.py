@@ -50,7 +50,16 @@ class DeMoContainer(OptimizersContainer):
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
         if name not in ("DeMo", "LocalDeMo"):
             raise ValueError(f'optimizer_name is {name!r}; DeMoContainer has "DeMo" and "LocalDeMo"')
-        return _demo if name == "DeMo" else _local
+
+        def make(groups: list[dict[str, Any]], **settings: Any) -> DeMo | LocalDeMo:
+            mesh, replicas = getattr(groups[0]["params"][0], "device_mesh", None), None
+            if mesh is not None:
+                replicas = mesh[REPLICAS] if REPLICAS in (mesh.mesh_dim_names or ()) else SingleRank()
+            if name == "DeMo":
+                return DeMo(groups, process_group=replicas, **settings)
+            return LocalDeMo(torch.optim.AdamW(groups), process_group=replicas, **settings)
+
+        return make
 
     @staticmethod
     def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
@@ -91,18 +100,3 @@ def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Mod
         return parallel
 
     return parallelized
-
-
-def _demo(groups: list[dict[str, Any]], **settings: Any) -> DeMo:
-    return DeMo(groups, process_group=_replicas(groups), **settings)
-
-
-def _local(groups: list[dict[str, Any]], **settings: Any) -> LocalDeMo:
-    return LocalDeMo(torch.optim.AdamW(groups), process_group=_replicas(groups), **settings)
-
-
-def _replicas(groups: list[dict[str, Any]]) -> Any:
-    mesh = getattr(groups[0]["params"][0], "device_mesh", None)
-    if mesh is None:
-        return None
-    return mesh[REPLICAS] if REPLICAS in (mesh.mesh_dim_names or ()) else SingleRank()

@@ -76,8 +76,7 @@ def _split_matrices(model: nn.Module, others: Iterable[nn.Module]) -> tuple[list
         raise ValueError("no parameter of the model trains; call requires_grad_() of those that are to")
     check_parameters(parameters)
     matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
-    inside = {id(parameter) for parameter in matrices}
-    return matrices, [parameter for parameter in parameters if id(parameter) not in inside]
+    return matrices, [parameter for parameter in parameters if parameter.dim() != 2 or id(parameter) in apart]
 
 
 def muon_adamw(

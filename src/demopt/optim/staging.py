@@ -66,17 +66,17 @@ class _Lane:
 
     def down(self, pairs: list[Pair]) -> None:
         """Device to host; returns when all is there."""
-        travelling: list[tuple[int, Load]] = []
+        before: tuple[int, Load] | None = None
         with self._on_stream():
             for slot, load in self._loads(pairs, source_travels=True):
                 for staged, source, _ in load:
                     staged.copy_(source, non_blocking=self._stream is not None)
                 self._record(slot)
-                travelling.append((slot, load))
-                if len(travelling) == 2:
-                    self._unload(*travelling.pop(0))
-            for last in travelling:
-                self._unload(*last)
+                if before:
+                    self._unload(*before)
+                before = slot, load
+            if before:
+                self._unload(*before)
 
     def up(self, pairs: list[Pair]) -> None:
         """Host to device; what this thread launches from now on sees it."""

@@ -340,8 +340,6 @@ DEFAULTS: dict[str, Given] = {
     "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
 }
 RULE_DEFAULTS: dict[str, Given] = {"muon": {"momentum": 0.95, "lr": 0.02}, "sgd": {"lr": 32.0}, "nesterov": {"lr": 1.0}}
-
-
 STEPS = 800
 SHAPE = ("layers", "width", "heads", "mlp")  # of a fresh model
 # Of the rate for fresh weights, so that a model keeps what it knows: a convention (laboratory/LOG.md, 2026-11-25).
@@ -377,7 +375,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
     if config.model:
-        filled = dict.fromkeys(SHAPE) | shape_of(config.model)
+        filled = shape_of(config.model)
     elif config.lora or config.merge:
         raise InputError(f"{'--lora' if config.lora else '--merge'} needs a model to adapt: give its folder by --model")
     filled |= DEFAULTS[config.optimizer]

@@ -61,12 +61,10 @@ class Coefficients(ABC):
         first = parts[0]
         if len(parts) == 1:
             return first
-        changed: dict[str, Any] = {"top": None}
-        if dim == 0:
-            changed["samples"] = tuple(count for part in parts for count in part.samples)
-        for name in first.tensors:
-            changed[name] = torch.cat([part.tensors[name] for part in parts], dim)
-        return replace(first, **changed)
+        samples = first.samples if dim else tuple(count for part in parts for count in part.samples)
+        tensors = [part.tensors for part in parts]
+        joined: dict[str, Any] = {name: torch.cat([each[name] for each in tensors], dim) for name in tensors[0]}
+        return replace(first, top=None, samples=samples, **joined)
 
     def chunks(self, start: int, stop: int) -> Coefficients:
         top = None if self.top is None else self.top[start:stop]
