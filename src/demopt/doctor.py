@@ -62,7 +62,7 @@ def doctor(
 
     require_connections()
     me = own_address(peers) if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere
-    found = examine(me, port, alone=len(peers or []) == 1)
+    found = [*examine(me, port, alone=len(peers or []) == 1)]
     faults = _show(found)
     if peers and me == peers[0] and any(name.startswith("port") and remedy for name, _, remedy in found):
         print("the links are measured when the port is free: the other machines connect to it")
@@ -84,25 +84,25 @@ def doctor(
     return 1 if faults else 0
 
 
-def examine(towards: str, port: int, alone: bool) -> list[Finding]:
+def examine(towards: str, port: int, alone: bool) -> Iterator[Finding]:
     """Checks this machine. `towards`: its address among the peers, or any in their network; `alone`: the only one."""
     from demopt.kernels.gate import library
     from demopt.train.team import gloo_address, loopback_remedy
 
-    found: list[Finding] = [(name, version, "") for name, version in versions().items()]
+    for name, version in versions().items():
+        yield name, version, ""
     lacking = "none, so steps are slower: install demopt again with a C compiler, or from a wheel that has them"
-    found.append(("CPU kernels", lacking if library() is None else "compiled", ""))
+    yield "CPU kernels", lacking if library() is None else "compiled", ""
     try:
         address, why = gloo_address()
-        found.append(("gloo's address", f"{address} ({why})", "" if alone else loopback_remedy(address, towards)))
+        yield "gloo's address", f"{address} ({why})", "" if alone else loopback_remedy(address, towards)
     except InputError as error:
-        found.append(("gloo's address", "none", str(error)))
+        yield "gloo's address", "none", str(error)
     try:
         socket.create_server(("", port)).close()
-        found.append((f"port {port}", "free", ""))
+        yield f"port {port}", "free", ""
     except OSError as error:
-        found.append((f"port {port}", error.strerror or "taken", "stop the listening program, or give --port"))
-    return found
+        yield f"port {port}", error.strerror or "taken", "stop the listening program, or give --port"
 
 
 def slow_start(rtt_ms: float) -> Finding:

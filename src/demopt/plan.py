@@ -350,10 +350,7 @@ class Case:
 
 
 def verdict(case: Case, workers: int) -> str:
-    """Returns the method to take, on what that stands, and the bandwidth at which both are equal.
-
-    Without `compute` there is no verdict: the network's seconds only.
-    """
+    """Returns the method to take, on what that stands, and the bandwidth at which both are equal."""
     link, round_trip = case.link, f"{digits(1e3 * case.link.latency_seconds)} ms"
     ddp, ours = case.at(link.bits_per_second, workers)
     way = f"{workers} workers, {rate(link.bits_per_second)}, {round_trip}, {link.backend}"

@@ -16,10 +16,7 @@ _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 
 
 
 def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the factor that undoes torch.amp.GradScaler's: NaN if it found an infinite gradient, None without one.
-
-    Reads the attributes that GradScaler sets, which waits for the device.
-    """
+    """Returns the factor that undoes GradScaler's, NaN if a gradient is infinite, or None. Waits for the device."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found is None:
         return None

@@ -69,10 +69,7 @@ class Codec:
     kernels: str = "auto"
 
     def hyperparameters(self, top_k: int | None = 1, clips: bool = False) -> dict[str, Any]:
-        """Returns the settings as parameter groups hold them, with defaults filled in; kernels are no part of these.
-
-        `clips`: the default of clip_to_median.
-        """
+        """Returns the settings as parameter groups hold them, without kernels; `clips`: clip_to_median's default."""
         found = asdict(self)
         del found["kernels"]
         if self.reduction is None:

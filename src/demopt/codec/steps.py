@@ -234,10 +234,7 @@ def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float]
 
 
 def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int) -> None:
-    """Step 8 for a rule that needs whole matrices. U is the first of `pair_2Crc`; overwrites both tensors.
-
-    On an accelerator, matrices of one shape are orthogonalised in batches.
-    """
+    """Step 8 for rules of whole matrices, on an accelerator in batches of one shape. Of the pair, the first is U."""
     settings = chunk_group.settings
     decay = 1 - settings.lr * settings.weight_decay
     batches: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}

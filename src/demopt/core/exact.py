@@ -150,10 +150,7 @@ def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def guard_bits(world_size: int, largest_level: int) -> int:
-    """Returns the bits to keep below a mantissa: at most 3, and such that sums over all ranks stay exact.
-
-    Raises ValueError if sums would not be exact even without any.
-    """
+    """Returns the bits to keep below a mantissa, at most 3, so that sums over all ranks are exact, or ValueError."""
     spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
         raise ValueError(
@@ -185,10 +182,7 @@ def inverse(
 
 
 def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
-    """Scales each chunk by a power of two and rounds it to integers of which `terms` products sum exactly.
-
-    Returns the inverse of the power, [C].
-    """
+    """Scales chunks by powers of two, and rounds: `terms` products then sum exactly. Returns inverse powers, [C]."""
     if chunks_Crc.is_cpu:  # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
         largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1).abs_()  # -0 has a sign
     else:

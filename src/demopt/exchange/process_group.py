@@ -144,10 +144,7 @@ def collectives_between(ranks: frozenset[int]) -> int:
 
 
 def resolve(process_group: Any) -> Exchange:
-    """Returns the exchange for a user's `process_group`: None, a group, a mesh, or an exchange.
-
-    A mesh of two dimensions is (nodes, ranks of a node).
-    """
+    """Returns the exchange for None, a group, a mesh (of two dimensions: nodes, ranks of a node), or an exchange."""
     if isinstance(process_group, Exchange):
         return process_group
     if process_group is None:
@@ -178,9 +175,6 @@ def can_connect() -> bool:
 
 
 def forgotten_world_size() -> int:
-    """Returns the number of ranks that a launcher started although there is no process group, otherwise 1.
-
-    Only rank 0 gets the number, so that one rank warns.
-    """
+    """Returns how many ranks a launcher started without a process group; 1 on all but rank 0, which warns."""
     tells = os.environ.get("RANK", "0") == "0" and not (can_connect() and dist.is_initialized())
     return int(os.environ.get("WORLD_SIZE", "1")) if tells else 1

@@ -44,11 +44,9 @@ def address(
 ) -> int:
     """Returns the address of a contiguous tensor in host memory, whose dtype and shape are those that C takes it for.
 
-    `by_row`: there may be gaps between its rows, of which C gets the stride.
-
-    Raises:
-        TypeError: another dtype or device, or no dense tensor. ValueError: another shape, gaps between elements, or
-            memory that does not hold all of them, as after `storage.resize_(0)`.
+    `by_row`: there may be gaps between its rows, of which C gets the stride. TypeError: another dtype or device, or no
+    dense tensor. ValueError: another shape, gaps between elements, or memory that does not hold all of them, as after
+    `storage.resize_(0)`.
     """
     check_in_host_memory(what, tensor)
     if tensor.dtype != dtype:

@@ -9,6 +9,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,11 @@ def _check_unchanged(file: Path, opened: os.stat_result) -> None:
 
     Where it shrinks a read ends the process, and what is written to it is learnt.
     """
-    try:
+    with suppress(OSError):
         now = file.stat()
-    except OSError:
-        return
-    same = (now.st_size, now.st_mtime_ns) == (opened.st_size, opened.st_mtime_ns)
-    if os.path.samestat(now, opened) and not same:
-        raise DemoptError(f"--data {file}: changed since it was opened; put its content back, and start again")
+        same = (now.st_size, now.st_mtime_ns) == (opened.st_size, opened.st_mtime_ns)
+        if os.path.samestat(now, opened) and not same:
+            raise DemoptError(f"--data {file}: changed since it was opened; put its content back, and start again")
 
 
 @dataclass(frozen=True)
@@ -143,10 +142,7 @@ def sequences(tokens: Tokens, config: TrainConfig) -> int:
 
 
 def numbered(tokens: Tokens, config: TrainConfig, numbers: Sequence[int]) -> list[Batch]:
-    """Returns the windows with these numbers through all epochs, by forward pass; each epoch has an order of its own.
-
-    Without numbers, a window that has no target.
-    """
+    """Returns the windows with these numbers through all epochs, by forward pass; without any, one without target."""
     length, every = _window(config), sequences(tokens, config)
     if not numbers:
         row = tokens.window(0, length)
@@ -165,10 +161,7 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_siz
 
 
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Splits whole documents into training and validation by a hash of their content.
-
-    Duplicates are dropped, so that no document is on both sides. A single document is cut in two instead.
-    """
+    """Splits unique documents into training and validation by a hash: none is on both sides. A single one is cut."""
     by_hash = dict(sorted((hashlib.blake2b(text).digest(), text) for text in texts))
     if len(by_hash) == 1:
         (text,) = by_hash.values()

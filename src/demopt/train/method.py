@@ -183,10 +183,7 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
 
 
 def activations_of(config: TrainConfig, device: torch.device) -> int:
-    """Returns the bytes that a forward pass on `device` and its loss keep for backward: of tensors without content.
-
-    0 if they cannot be counted.
-    """
+    """Returns the bytes that a forward pass on `device` and its loss keep for backward; 0 if they cannot be counted."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kept: dict[int, Tensor] = {}  # by storage; the tensors, so that no storage comes twice

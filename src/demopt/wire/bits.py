@@ -52,10 +52,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
-    """Joins the planes of each section, bytes (uint8) or bits (bool), to uint8 [n]; in a section bits come first.
-
-    The bits of all sections are packed at once.
-    """
+    """Joins each section's planes, bits (bool; packed at once for all) before bytes (uint8), to uint8 [n]."""
     bits = [[plane for plane in planes if plane.dtype == torch.bool] for planes in sections]
     sizes = [sum(packed_bytes(plane.numel(), 1) for plane in planes) for planes in bits]
     together = [plane for planes in bits for plane in planes]

@@ -36,10 +36,7 @@ def block_sums(words: Tensor) -> Tensor:
 
 
 def combined(sums: Tensor, without: tuple[int, Tensor] | None = None) -> Tensor:
-    """Returns the checksum int64 [...] of data with these sums of blocks [..., blocks].
-
-    `without`: the number of a word of the first block, and that word [...]: as if it were zero.
-    """
+    """Returns the checksum int64 [...] of block sums. `without`: a word of the first block, left out: number, value."""
     if without is not None:
         number, words = without
         sums = sums.clone()

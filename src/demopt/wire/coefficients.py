@@ -121,10 +121,7 @@ class Coefficients(ABC):
 
 @dataclass(frozen=True)
 class Strongest(Coefficients):
-    """Positions [W, C, K] and numbers [W, C, K]: values; or levels, with codes.
-
-    Integers are as narrow as `compact` made them.
-    """
+    """Positions [W, C, K] and numbers [W, C, K]: values; or levels, with codes. Integers may be narrow (`compact`)."""
 
     positions: Tensor
     numbers: Tensor
@@ -256,10 +253,7 @@ class SignBits(Coefficients):
 
 
 def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
-    """Encodes the signs of all coefficients, finite values, as in `SignBits`: uint8 [C, ceil(N / 8)].
-
-    Returns also the scales [C], not encoded yet: a chunk's mean magnitude.
-    """
+    """Returns signs of finite values as in `SignBits`, uint8 [C, ceil(N / 8)], and scales, the mean magnitudes [C]."""
     bits = values_CN < 0
     bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
     # in parts: the copy in float64 would be twice the model

@@ -75,10 +75,7 @@ class Section:
         return [slice(start, min(start + step, self.chunks)) for start in range(0, max(self.chunks, 1), step)]
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> list[Tensor]:
-        """Encodes ascending positions (int64) and finite values as planes, for `pack_sections`.
-
-        Signs of all coefficients need no positions: any tensor will do.
-        """
+        """Encodes ascending positions (int64; for signs of all, any tensor) and finite values for `pack_sections`."""
         if self.all_signs:
             signs_CS, scale_C = encode_signs(values_CK)
             return [scale_plane(scale_C), signs_CS.flatten()]
@@ -215,10 +212,7 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the body, including the zeros that pad it to a multiple of 8 and to `least`.
-
-        ValueError if a header cannot state them.
-        """
+        """Bytes of the body, with the zeros that pad it to a multiple of 8 and to `least`; ValueError above 32 bits."""
         size = max(self.least, -(-sum(self.sizes) // 8) * 8)
         if size >= 1 << 32:
             raise ValueError(

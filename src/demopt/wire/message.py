@@ -31,10 +31,7 @@ _DEVICE_BYTES_AT_ONCE = 1 << 26  # an accelerator pays for each operation
 
 @dataclass(frozen=True)
 class Header:
-    """The sender of a message, the number of its round, and its settings. Digests and fingerprint are 64-bit numbers.
-
-    `samples` weigh the message in the mean over the ranks.
-    """
+    """The sender of a message, its round's number, and its settings. Digests and fingerprint are 64-bit numbers."""
 
     round_number: int
     rank: int
@@ -43,7 +40,7 @@ class Header:
     settings: int
     flags: int = 0
     fingerprint: int = 0
-    samples: int = 1
+    samples: int = 1  # the weight of the message in the mean over the ranks
 
 
 class RawHeader(NamedTuple):
