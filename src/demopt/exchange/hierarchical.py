@@ -17,6 +17,12 @@ class Hierarchical(Exchange):
 
     The first rank of a node communicates with the other nodes and broadcasts the result inside the node. Its other
     ranks never call `inter_node`: there it may be any exchange with the same rank and world size.
+
+    Examples:
+        >>> from demopt.exchange import SingleRank
+        >>> nodes = Hierarchical(inter_node=SingleRank(), intra_node=SingleRank())
+        >>> nodes.rank, nodes.world_size, nodes.is_leader
+        (0, 1, True)
     """
 
     def __init__(self, inter_node: Exchange, intra_node: Exchange) -> None:

@@ -22,6 +22,15 @@ class Collective(Exchange):
 
     `timeout` (seconds) overrides the group's. Tensors on a device that no backend of the group serves travel through
     the host, where their results stay: those of any accelerator with gloo alone. "cpu:gloo,cuda:nccl" serves both.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> exchange = Collective(dist.group.WORLD)
+        >>> exchange.all_gather(torch.zeros(3, dtype=torch.uint8)).shape
+        torch.Size([1, 3])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, process_group: Any = None, timeout: float | None = None) -> None:
