@@ -91,7 +91,7 @@ def _scaled(chunks: Tensor, terms: int) -> Tensor:
 def _inverse(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (exact.integer_basis(name, side) for side in chunks.shape[1:])
     out = chunks.clone()
-    return out, math.prod(exact.inverse(out, rows, columns, torch.empty_like(out)))
+    return out, math.prod(exact.inverse(out, (rows, columns), torch.empty_like(out)))
 
 
 @pytest.mark.parametrize("name", transform.TRANSFORMS)

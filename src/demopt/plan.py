@@ -107,8 +107,8 @@ def _show(plan: "Plan", case: "Case | None") -> None:
         console.print(verdict(case, next(iter(plan.calls))), style="bold")
         if case.compute:
             _alternatives(console, case)
-    console.print(f"{in_words(plan.memory)} (weights, gradients and optimizers in float32, per worker)")
-    if sum(plan.memory.values()) > CARD_BYTES:
+    console.print(f"{in_words(plan.memory['LocalDeMo'])} (weights, gradients and optimizers in float32, per worker)")
+    if sum(plan.memory["LocalDeMo"].values()) > CARD_BYTES:
         console.print(
             "That is more than a 24 GB card has: demopt train --lora, or LocalDeMo over FSDP2 inside each box "
             "(docs/parallelism.md)."
@@ -125,7 +125,7 @@ def _show(plan: "Plan", case: "Case | None") -> None:
             table.add_row(f"{workers:,}", *(digits(figure(method, workers)) for method in methods))
         console.print(table)
     sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
-    kept, held = plan.kept, {method: digits(each / 1e6) for method, each in plan.memory_bytes.items()}
+    kept, held = plan.kept, {method: digits(each["demopt"] / 1e6) for method, each in plan.memory.items()}
     console.print(
         "\nAs many MB are sent. Bits per parameter and step, in a worker's message: LocalDeMo "
         f"{plan.message_bits('LocalDeMo'):.3g}, DeMo {plan.message_bits('DeMo'):.3g}, DDP 32 or 16 (its ring sends up "
@@ -199,9 +199,8 @@ class Plan:
     demo: TrainConfig
     local: TrainConfig
     kept: dict[str, int]  # coefficients in a message, of DeMo and LocalDeMo
-    memory_bytes: dict[str, int]  # of these per worker, without LocalDeMo's inner optimizers
     calls: dict[int, dict[str, tuple[Call, ...]]]
-    memory: dict[str, int]  # bytes, by what they are for; of a worker with LocalDeMo, without activations
+    memory: dict[str, dict[str, int]]  # bytes of a worker of these, by what they are for, without activations
 
     def message_bits(self, method: str) -> float:
         """Returns the bits of a worker's message per parameter and step."""
@@ -272,11 +271,8 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
             owner = (Call("all_to_all", message), Call("all_gather", answer))
             calls[world_size][name] = owner if route.collectives == 2 else gather
     kept = {name: sum(group.chunks * group.key.keep for group in mine) for name, mine in groups.items()}
-    memory = {
-        name: sum(value.nbytes for entry in each.state.values() for value in entry.values() if value.is_meta)
-        for name, each in made.items()  # without counters
-    }
-    return Plan(model, demo, local, kept, memory, calls, memory_of(local, model.module, made["LocalDeMo"]))
+    memory = {name: memory_of(configs[name], model.module, each) for name, each in made.items()}
+    return Plan(model, demo, local, kept, calls, memory)
 
 
 # On a link

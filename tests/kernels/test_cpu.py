@@ -75,7 +75,7 @@ class _Scene:
     def assert_applies(self, received: Received, Q: Tensor, units: Tensor, sent: Tensor) -> None:
         """The kernel moves parameters, and decodes, to the bits of core, which reduced to Q [C, N] in units [C]."""
         U = Q.view(-1, *self.chunks[2:])
-        units = units * math.prod(exact.inverse(U, *self.integer_bases, torch.empty_like(U))) * self.unit
+        units = units * math.prod(exact.inverse(U, self.integer_bases, torch.empty_like(U))) * self.unit
         direction = sign(U + 0.0, sent)
         U.mul_(units.view(-1, 1, 1))
         for by_sign, decay in itertools.product([False, True], [1.0, 1 - 1e-4]):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.bits import IndexCode, bits_of, index_code, pack, packed_bytes, unpack
+from demopt.wire.bits import IndexCode, bits_of, index_code, pack, unpack
 from demopt.wire.coefficients import refuse
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_code, scale_of
 from oracles import wire as literal
@@ -29,7 +29,7 @@ def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case, rows):
     data = pack(torch.tensor(numbers, dtype=torch.int64), width)
     assert data.dtype == torch.uint8
     assert bytes(data.tolist()) == literal.packed(numbers, width)
-    assert data.numel() == packed_bytes(len(numbers), width)
+    assert data.numel() == -(-len(numbers) * width // 8)
     assert unpack(data.expand(rows, -1), width, len(numbers)).tolist() == [numbers] * rows
     assert unpack(bits_of(data.expand(rows, -1)), width, len(numbers)).tolist() == [numbers] * rows
 

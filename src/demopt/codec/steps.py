@@ -18,6 +18,7 @@ from demopt.core import exact, transform
 from demopt.core.rounding import decay_and_add, to_bfloat16
 from demopt.core.rules import sign
 from demopt.core.top_k import strongest
+from demopt.core.transform import Factors
 from demopt.exchange.dtensor import to_local
 from demopt.kernels import step as kernels
 from demopt.kernels.gate import apart
@@ -99,11 +100,7 @@ def subtract(chunk_group: ChunkGroup, Z_CN: Tensor, sent: Coefficients, alpha: f
 
 
 def _by_blocks(
-    chunk_group: ChunkGroup,
-    gradients: Tensors,
-    minus: Tensors | None,
-    factors: tuple[float, float],
-    workspace: Workspace,
+    chunk_group: ChunkGroup, gradients: Tensors, minus: Tensors | None, factors: Factors, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:  # [C, K] each
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
@@ -165,12 +162,11 @@ def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tenso
     if chunk_group.inverter is not None:
         chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair_2Crc[0])
         return
-    rows, columns = chunk_group.inverse_bases
     units_C = _aggregate(chunk_group, coefficients, pair_2Crc, by_sign=False)
     if units_C is None:
-        transform.inverse(pair_2Crc[0], rows, columns, pair_2Crc[1])
+        transform.inverse(pair_2Crc[0], chunk_group.inverse_bases, pair_2Crc[1])
         return
-    for unit_C in exact.inverse(pair_2Crc[0], rows, columns, pair_2Crc[1]):
+    for unit_C in exact.inverse(pair_2Crc[0], chunk_group.inverse_bases, pair_2Crc[1]):
         units_C = units_C * unit_C
     pair_2Crc[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
 
@@ -220,7 +216,7 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, 
                 decay_and_add(target, direction.mul(factor), decay)
 
 
-def _add_and_round(block: Block, pair_2Crc: Tensor, factors: tuple[float, float], round_number: int) -> None:
+def _add_and_round(block: Block, pair_2Crc: Tensor, factors: Factors, round_number: int) -> None:
     """direction <- decay X + factor direction, rounded to bfloat16, for the parameters of that dtype."""
     (decay, factor), direction_Crc = factors, pair_2Crc[0]
     narrow = [piece for piece in block.pieces if piece.of.parameter.dtype == torch.bfloat16]
@@ -280,9 +276,9 @@ def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients, pair
         return
     _aggregate(chunk_group, coefficients, pair_2Crc, by_sign=True)
     if chunk_group.key.exact:
-        exact.inverse(out, *chunk_group.inverse_bases, pair_2Crc[1], positive_zeros=ties)
+        exact.inverse(out, chunk_group.inverse_bases, pair_2Crc[1], positive_zeros=ties)
     else:
-        transform.inverse(out, *chunk_group.inverse_bases, pair_2Crc[1])
+        transform.inverse(out, chunk_group.inverse_bases, pair_2Crc[1])
         if ties:
             out.add_(0.0)  # no zero may be negative
     sign(out, coefficients.codes.any(0) if ties and coefficients.codes is not None else None)

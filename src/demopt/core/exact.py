@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demopt.core.aggregate import aggregate, aggregate_at_once
 from demopt.core.constants import constant
-from demopt.core.transform import basis, times_rows
+from demopt.core.transform import Bases, basis, times_rows
 
 _EXACT = 1 << 24  # float32 represents every integer up to this
 _BASIS_LIMIT = 127  # largest entry of an integer basis
@@ -159,9 +159,7 @@ def guard_bits(world_size: int, largest_level: int) -> int:
     return min(_GUARD_BITS, spare)
 
 
-def inverse(
-    chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor, positive_zeros: bool = False
-) -> list[Tensor]:
+def inverse(chunks_Crc: Tensor, bases: Bases, spare_Crc: Tensor, positive_zeros: bool = False) -> list[Tensor]:
     """Computes A^T Z B in place for integer bases; returns units [C] whose product is that of the integers.
 
     Before each of the two passes the chunk is scaled by a power of two and rounded, so that no sum can exceed 2**24.
@@ -169,13 +167,13 @@ def inverse(
     """
     count, r, c = chunks_Crc.shape
     units = [_shrink(chunks_Crc, r)] if r > 1 else []
-    times_rows(chunks_Crc, rows_rr.T, spare_Crc)
+    times_rows(chunks_Crc, bases[0].T, spare_Crc)
     units.append(_shrink(spare_Crc, c))
     flat, out = spare_Crc.view(count * r, c), chunks_Crc.view(count * r, c)
     if positive_zeros and not out.is_cpu:  # a GPU adds a vector in the product itself
-        torch.addmm(constant((0.0,) * c, out.dtype, out.device), flat, columns_cc, out=out)
+        torch.addmm(constant((0.0,) * c, out.dtype, out.device), flat, bases[1], out=out)
     else:
-        torch.mm(flat, columns_cc, out=out)
+        torch.mm(flat, bases[1], out=out)
         if positive_zeros:
             out.add_(0.0)
     return units

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _ROUNDING = 1e-12
 Bases = tuple[Tensor, Tensor]  # for rows, and for columns
+Factors = tuple[float, float]  # on what is there, and on what is added to it
 
 
 def _dct(size: int) -> Tensor:
@@ -43,7 +44,7 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
     return exact.to(dtype=dtype, device=device).contiguous()
 
 
-def accumulate(Z_Crc: Tensor, X_Crc: Tensor, bases: Bases, spare_Crc: Tensor, factors: tuple[float, float]) -> None:
+def accumulate(Z_Crc: Tensor, X_Crc: Tensor, bases: Bases, spare_Crc: Tensor, factors: Factors) -> None:
     """Z <- b Z + s A X B^T for every chunk, in place; `factors` are b and s. Overwrites the spare."""
     times_rows(X_Crc, bases[0], spare_Crc)
     count, r, c = X_Crc.shape
@@ -51,11 +52,11 @@ def accumulate(Z_Crc: Tensor, X_Crc: Tensor, bases: Bases, spare_Crc: Tensor, fa
     torch.addmm(flat, spare_Crc.view(count * r, c), bases[1].T, beta=factors[0], alpha=factors[1], out=flat)
 
 
-def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> None:
+def inverse(chunks_Crc: Tensor, bases: Bases, spare_Crc: Tensor) -> None:
     """Z <- A^T Z B for every chunk, in place; overwrites the spare."""
-    times_rows(chunks_Crc, rows_rr.T, spare_Crc)
+    times_rows(chunks_Crc, bases[0].T, spare_Crc)
     count, r, c = chunks_Crc.shape
-    torch.mm(spare_Crc.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
+    torch.mm(spare_Crc.view(count * r, c), bases[1], out=chunks_Crc.view(count * r, c))
 
 
 def times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out_Crc: Tensor) -> None:

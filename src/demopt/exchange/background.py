@@ -52,13 +52,13 @@ class Background:
     """One daemon thread, so that a call that waits for a lost peer does not keep the process from exiting."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Returns a future of `call`'s result or error; calls run in the order of submission."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            weakref.finalize(self, self._calls.put, _stop).atexit = False  # an exiting process ends it anyway
+            weakref.finalize(self, self._calls.put, None).atexit = False  # an exiting process ends it anyway
             thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange")
             thread.start()
             atexit.register(_let_end, self._calls, thread)
@@ -74,18 +74,14 @@ class Background:
         return future
 
 
-def _serve(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    while (call := calls.get()) is not _stop:
+def _serve(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (call := calls.get()) is not None:
         call()
         del call  # while the thread waits for the next one, it would keep this one's optimizer, and so itself, alive
 
 
-def _let_end(calls: "queue.SimpleQueue[Callable[[], None]]", thread: threading.Thread) -> None:
+def _let_end(calls: "queue.SimpleQueue[Callable[[], None] | None]", thread: threading.Thread) -> None:
     """At exit: waits some seconds for the call under way, because torch aborts a process that ends in a collective."""
     if thread.is_alive():
         calls.put((done := threading.Event()).set)
         done.wait(5.0)
-
-
-def _stop() -> None:
-    """Ends the thread."""

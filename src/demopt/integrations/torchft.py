@@ -266,7 +266,6 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the inner optimizer."""
         return self.inner.state
 
     @property
@@ -283,7 +282,6 @@ class Optimizer(torch.optim.Optimizer):
         return unmarked(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of the inner optimizer."""
         self.inner.load_state_dict(state_dict)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.chunking import Chunking, matrix_of
-from demopt.core.transform import Bases
+from demopt.core.transform import Bases, Factors
 from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
@@ -264,7 +264,7 @@ class Kernel:
         self._chunks = sum(cut.chunks for cut in chunkings)
 
     def extract(
-        self, gradients: Tensors, minus: Tensors | None, momentum_Crc: Tensor, factors: tuple[float, float]
+        self, gradients: Tensors, minus: Tensors | None, momentum_Crc: Tensor, factors: Factors
     ) -> tuple[Tensor, Tensor]:  # signs [C, S], codes [C]; or positions, values [C, K]
         """Does `transform.accumulate`, and finds the coefficients, in one pass over gradients and momentum.
 
@@ -287,7 +287,7 @@ class Kernel:
         del alive
         return found
 
-    def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: tuple[float, float]) -> None:
+    def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: Factors) -> None:
         """X <- decay X + factor U, or + factor sign(U), for contiguous float32 X: the bits of `exact` and `rules`."""
         received.check(self._chunks, self._length)
         for number, (matrix, parameter) in enumerate(zip(self._matrices, parameters, strict=True)):

@@ -33,15 +33,11 @@ class Plane:
 
     def size(self, chunks: int) -> int:
         """Returns the bytes of this plane for a number of chunks. A multiple of 8 chunks ends on a byte boundary."""
-        return packed_bytes(chunks * self.count, self.bits)
-
-
-def packed_bytes(count: int, bits: int) -> int:
-    return (count * bits + 7) // 8
+        return (chunks * self.count * self.bits + 7) // 8
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero.
+    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [ceil(n bits / 8)]; unused bits are zero.
 
     On an accelerator it returns the bits (bool), which `pack_sections` packs with those of other planes.
     """
@@ -54,7 +50,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
     """Joins each section's planes, bits (bool; packed at once for all) before bytes (uint8), to uint8 [n]."""
     bits = [[plane for plane in planes if plane.dtype == torch.bool] for planes in sections]
-    sizes = [sum(packed_bytes(plane.numel(), 1) for plane in planes) for planes in bits]
+    sizes = [sum((plane.numel() + 7) // 8 for plane in planes) for planes in bits]
     together = [plane for planes in bits for plane in planes]
     packed = pack_bits(*together) if together else torch.empty(0, dtype=torch.uint8, device="cpu")
     found = []
@@ -89,7 +85,7 @@ def bits_of(packed: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks integers [..., count] from uint8 [..., packed_bytes(count, bits)], or from their `bits_of`."""
+    """Unpacks integers [..., count] from uint8 [..., ceil(count bits / 8)], or from their `bits_of`."""
     if packed.is_cpu and packed.dtype == torch.uint8 and library() is not None:
         rows = packed.reshape(math.prod(packed.shape[:-1]), packed.shape[-1])
         return kernels.unpack(rows, bits, count).view(*packed.shape[:-1], count)
