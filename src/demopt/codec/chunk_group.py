@@ -109,10 +109,7 @@ class Block:
         return flat.to(device, torch.int32), targets[:-1].to(device, torch.int32)
 
     def read(self, tensors: Tensors, chunks_Crc: Tensor, spare_Crc: Tensor, minus: Tensors | None = None) -> None:
-        """Fills the chunks with tensors - minus, one for each piece; None counts as zeros, and so does padding.
-
-        Overwrites the spare. Differences are taken in the chunks' dtype.
-        """
+        """Fills chunks with the pieces' tensors - minus, in the chunks' dtype; None is zeros. Overwrites the spare."""
         joined, other = (chunks_Crc, spare_Crc) if self._places is None else (spare_Crc, chunks_Crc)
         c = chunks_Crc.shape[-1]
         self._join(tensors, joined, zeros=c if chunks_Crc.numel() > sum(self._sizes) else 0)

@@ -109,13 +109,7 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError if a parameter that trains is not of real floats, ValueError if one is lazy, or listed twice.
-
-    Examples:
-        >>> check_parameters([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
-        Traceback (most recent call last):
-        TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floats of 16 bits or more
-    """
+    """Raises TypeError if a parameter that trains is not of real floats, ValueError if one is lazy, or listed twice."""
     seen: set[int] = set()
     for parameter in parameters:
         if is_lazy(parameter):

@@ -49,9 +49,6 @@ class Codec:
             workers come uninvited.
         kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations only). Ranks may differ in it.
 
-    Raises:
-        ValueError, TypeError: from the optimizer that gets it, for a value that is not allowed.
-
     Examples:
         >>> import demopt
         >>> codec = demopt.Codec(chunk=32, values="2-bit")

@@ -19,14 +19,6 @@ def aggregate(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN:
 
     "senders" divides each sum by the number of ranks that sent that position, "mean" by W. Ranks are added one at a
     time, in order, so that the sum has the same bits on all ranks and every device. Overwrites the spare.
-
-    Examples:
-        >>> positions = torch.tensor([[[0, 2]], [[0, 1]]])
-        >>> values, (out, spare) = torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]]), torch.empty(2, 1, 4)
-        >>> aggregate(positions, values, "senders", out, spare), out
-        (None, tensor([[3., 6., 2., 0.]]))
-        >>> aggregate(positions, values, "mean", out, spare), out
-        (None, tensor([[3., 3., 1., 0.]]))
     """
     world_size = positions_WCK.shape[0]
     out_CN.zero_()

@@ -54,12 +54,7 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunking:
-    """Returns the chunking of a parameter of `shape`; an empty parameter has no chunks.
-
-    Examples:
-        >>> chunking((96,), chunk=64).grid, chunking((), chunk=64).chunk_shape, chunking((0, 5), chunk=64).chunks
-        ((1, 2), (1, 1), 0)
-    """
+    """Returns the chunking of a parameter of `shape`; an empty parameter has no chunks."""
     matrix = matrix_of(shape)
     chunk_shape = (chunk_side(matrix[0], chunk, rule), chunk_side(matrix[1], chunk, rule))
     grid = (math.ceil(matrix[0] / chunk_shape[0]), math.ceil(matrix[1] / chunk_shape[1]))

@@ -94,10 +94,7 @@ def matrices_of(chunkings: Sequence[Chunking]) -> Any:
 
 
 def read_from(matrices: Any, tensors: Tensors, minus: Tensors | None) -> list[Tensor]:
-    """Makes matrices read these tensors, less those of `minus`; None counts as zeros.
-
-    Returns the tensors that must stay alive: copies of those that are not contiguous float32 or bfloat16.
-    """
+    """Makes matrices read tensors less `minus`; returns those to keep alive, of which some are contiguous copies."""
     alive = []
     subtracted = [None] * len(matrices) if minus is None else minus
     for number, (matrix, tensor, less) in enumerate(zip(matrices, tensors, subtracted, strict=True)):

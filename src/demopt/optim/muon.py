@@ -37,9 +37,6 @@ def muon_groups(
     `others_update` replaces "adamw". Its updates should have an RMS of about 1, as a fifth of `lr` assumes:
     `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
 
-    Raises:
-        ValueError: nothing is left for muon.
-
     Source: arXiv 2502.16982, section 2.2 (which parameters, and the scale of the update).
 
     Examples:
@@ -91,7 +88,7 @@ def muon_adamw(
     """Returns [Muon for a model's matrices, AdamW for all other parameters], the inner optimizers for `LocalDeMo`.
 
     `muon_groups` defines the matrices. One rate fits both, because Muon's scale is "match_rms_adamw". An optimizer
-    without parameters is left out. Muon is `BatchedMuon`.
+    without parameters is left out. Muon is `BatchedMuon`, which needs torch 2.9.
 
     Args:
         lr: learning rate of both.
@@ -99,9 +96,6 @@ def muon_adamw(
         weight_decay: decoupled weight decay of both.
         betas: those of AdamW. A worker's batch is a part of DDP's, so averages want more steps (arXiv 2507.07101).
         others: modules whose matrices go to AdamW, such as a head outside transformers.
-
-    Raises:
-        RuntimeError: torch is older than 2.9 and has no Muon.
 
     Source: arXiv 2502.16982, section 2.2.
 

@@ -162,20 +162,18 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_siz
 
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Splits unique documents into training and validation by a hash: none is on both sides. A single one is cut."""
-    by_hash = dict(sorted((hashlib.blake2b(text).digest(), text) for text in texts))
-    if len(by_hash) == 1:
-        (text,) = by_hash.values()
+    unique = sorted(set(texts), key=lambda text: hashlib.blake2b(text).digest())
+    if len(unique) == 1:
+        (text,) = unique
         cut = len(text) - max(1, int(len(text) * fraction))
         return [text[:cut]], [text[cut:]]
-    left = fraction * sum(map(len, by_hash.values()))
-    chosen = set()
-    for key, text in by_hash.items():
+    left, val = fraction * sum(map(len, unique)), list[bytes]()
+    for text in unique:
         if len(text) <= left:
-            chosen.add(key)
+            val.append(text)
             left -= len(text)
-    chosen = chosen or {min(by_hash, key=lambda key: len(by_hash[key]))}
-    kept = [text for key, text in by_hash.items() if key not in chosen]
-    return kept, [text for key, text in by_hash.items() if key in chosen]
+    chosen = set(val or [min(unique, key=len)])
+    return [text for text in unique if text not in chosen], [text for text in unique if text in chosen]
 
 
 # Documents

@@ -104,10 +104,7 @@ def length(config: TrainConfig, corpus: Corpus) -> str:
 
 
 def learning_rate(config: TrainConfig, step: int, part: float | None = None) -> float:
-    """Returns the learning rate of step 1, 2, ...: linear warm-up, then a cosine to `final_lr` times the peak.
-
-    `part`: of the sequences that are read, which the cosine follows instead of the steps.
-    """
+    """Returns the rate of step 1, 2, ...: linear warm-up, then a cosine over the steps, or `part` of the sequences."""
     assert config.lr is not None
     if step <= config.warmup:
         return config.lr * (step / config.warmup)

@@ -117,10 +117,7 @@ class Section:
         return Strongest(positions, numbers, length=self.length, codes=codes, samples=samples), faults
 
     def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
-        """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
-
-        Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
-        """
+        """Decodes and checks all chunks on a CPU, compact, to be kept; MessageError if one is invalid, from `rank`."""
         parts: list[Coefficients] = []
         for span in [slice(0, self.chunks)] if self.all_signs else self.spans:
             part, faults = self.decode(data_WB, span)
