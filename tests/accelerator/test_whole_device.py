@@ -1,24 +1,310 @@
-"""The rest of the library on an accelerator: buffers, checkpoints, folders, memory, waits, and state on the host."""
+"""On an accelerator whose memory the host may not touch, everything runs, with the CPU's bits.
 
+And the rest of the library: buffers, checkpoints, folders, memory, waits, and state on the host.
+"""
+
+import copy
+import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import toy
-from test_same_bits import CASES, DRAWING, fill, go_on_alike, train
+import toyccl
 from torch import nn
 
 import demopt
 import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
+from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank, Threads
+from demopt.optim import muon, staging
+from demopt.optim.local_weights import LocalWeights
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
+from demopt.wire.message import HEADER_BYTES, pack_message
 from laboratory import gpu
+
+STEPS = 6
+DRAWING = threading.Lock()
+
+
+class Small(nn.Module):
+    """Equal layers, matrices padded to chunks, a convolution in another memory layout, vectors, a number.
+
+    One parameter is frozen, and one unused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(3))
+        self.convolution = nn.Conv2d(16, 16, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 47)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        hidden = hidden + self.convolution(hidden.view(2, 16, 4, 4)).reshape(16, 32)
+        return self.head(self.norm(hidden)) * self.scale
+
+
+def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
+    """Sets the gradients that a twin of the model on the CPU has, so that only the optimizer can differ."""
+    draw = torch.Generator().manual_seed(1000 * rank + step)
+    twin = copy.deepcopy(model).cpu().float()
+    twin.zero_grad()
+    output = twin(torch.randint(50, (16,), generator=draw))
+    ((output - torch.randn(16, 47, generator=draw)).square().mean() * scale).backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        mine.grad = None if theirs.grad is None else theirs.grad.to(mine.device, mine.dtype)
+
+
+#: Settings by name; the name also says the optimizer, the dtype, and whether Muon updates the matrices.
+CASES: dict[str, dict[str, Any]] = {
+    "DeMo": {},
+    "DeMo, identity": {"transform": "identity"},
+    "DeMo, muon": {},
+    "DeMo, 2-bit, mean, weight decay": {"values": "2-bit", "reduction": "mean", "weight_decay": 0.1, "maximize": True},
+    "DeMo, floats": {"values": "float32", "update": "lion"},
+    "DeMo, clip to median, positions of a byte": {"clip_to_median": True, "top_k": 1},
+    "DeMo, bfloat16": {"weight_decay": 0.1},
+    "DeMo, muon, bfloat16": {},
+    "DeMo, float64": {},
+    "LocalDeMo": {"route": "gather"},
+    "LocalDeMo, owner": {"route": "owner"},
+    "LocalDeMo, samples": {"route": "gather", "samples": 3},
+    "LocalDeMo, top-k": {"top_k": 24},
+    "LocalDeMo, delay": {"delay": 1},
+    "LocalDeMo, owner, delay": {"delay": 1, "route": "owner"},
+    "LocalDeMo, outer momentum": {"outer_momentum": 0.5},
+    "LocalDeMo, bfloat16": {},
+    "LocalDeMo, muon": {},
+    **{f"LocalDeMo, host{name}": {"state_device": "cpu", **settings} for name, settings in {
+        "": {"route": "gather"},
+        ", owner": {"route": "owner"},
+        ", top-k": {"top_k": 24, "outer_momentum": 0.5},
+        ", delay": {"delay": 1},
+        ", owner, delay": {"delay": 1, "route": "owner"},
+        ", bfloat16": {},
+        ", muon": {},
+        ", kernels": {"kernels": "auto"},
+    }.items()},
+}  # fmt: skip
+
+
+def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:
+    settings = {"chunk": 16, "kernels": "torch", "process_group": exchange, **CASES[case]}
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2] if "muon" in case else []
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    if case.startswith("LocalDeMo"):
+        inner: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-2, foreach=True)]
+        inner += [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
+        return demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **settings)
+    groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}] if matrices else others
+    base = {"top_k": 24, "momentum_decay": 0.9, "lr": 0.01, "fingerprint_every": 2}
+    return demopt.DeMo(groups, **{**base, **settings})
+
+
+def train(exchange: Exchange, device: str, case: str, steps: int = STEPS) -> tuple[Any, Any]:
+    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
+    with DRAWING:  # threads share a generator
+        torch.manual_seed(0)
+        model = Small().to(device, dtype)
+    assert not model.convolution.weight.is_contiguous()
+    optimizer = optimizer_of(case, model, exchange)
+    for step in range(steps):
+        fill(model, exchange.rank, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def tensors(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Parameters and all state, on the CPU."""
+    if hasattr(optimizer, "flush"):
+        optimizer.flush()
+    with optimizer.shared() if hasattr(optimizer, "shared") else torch.no_grad():
+        found = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    state = optimizer.state_dict()["state"]
+    for number in sorted(state):
+        entry = state[number]
+        found += [entry[name].cpu() for name in sorted(entry) if isinstance(entry[name], torch.Tensor)]
+    return found
+
+
+def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
+    expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
+    toy.races()
+    # threads do not order streams, as a background thread needs it
+    between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
+    with mock.patch.object(staging, "PIECE_BYTES", 256):  # tensors pass in several pieces
+        found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
+    assert all(map(problems.same, found, expected))
+    return toy.races()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy, case):
+    assert on_toy(_same_bits, 1, case) == [set()]
+
+
+def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tuple[bool, set[str]]:
+    group = None
+    if backend != "gloo":
+        toyccl.register()
+        toyccl.CALLS.clear()
+        group = dist.new_group(backend=backend)
+    expected = tensors(*train(demopt.exchange.Collective(), "cpu", case))
+    torch.accelerator.set_stream(torch.Stream("toy"))  # of the user: nothing orders the default one after it
+    toy.races()
+    exchange = demopt.exchange.Collective(group)
+    model, optimizer = train(exchange, "toy", case)
+    as_expected = problems.same(tensors(model, optimizer), expected)
+    problems.warned(optimizer.consolidate_state_dict)  # of the bytes that this takes
+    optimizer.regroup(exchange)
+    fill(model, rank, STEPS)
+    optimizer.step()
+    optimizer.resync(1)
+    fingerprints = demopt.exchange.interface.gather_values(exchange, optimizer.fingerprint(), torch.device("toy"))
+    assert backend == "gloo" or toyccl.CALLS.count("all_to_all" if "owner" in case else "all_gather") > 2
+    torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=20))
+    return as_expected and fingerprints[0] == fingerprints[1], toy.races()
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "gloo") for case in ("DeMo", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+        *((case, "toyccl") for case in ("DeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+    ],
+)
+def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(on_toy, case, backend):
+    """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
+    assert on_toy(_with_processes, 2, case, backend) == [(True, set()), (True, set())]
+
+
+def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
+    """Two more steps of two models with their optimizers, which must stay equal."""
+    for step in (4, 5):
+        for model, optimizer in pairs:
+            fill(model, rank, step)
+            optimizer.step()
+    assert problems.same(*(tensors(*pair) for pair in pairs))
+
+
+def _checkpoints(rank: int, world_size: int, case: str) -> None:
+    warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
+    ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
+    groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(9)]  # the background needs its own
+
+    def work(exchange: Exchange) -> None:
+        mine = iter([gpu.ThroughHost(group[exchange.rank]) for group in groups])
+        for source, target, where in ways:
+            model, optimizer = train(next(mine), source, case, steps=4)
+            twin = copy.deepcopy(model).to(target)
+            again = optimizer_of(case, twin, next(mine))
+            if isinstance(optimizer, demopt.LocalDeMo):
+                optimizer.flush()
+            again.load_state_dict(problems.by_file(optimizer.state_dict(), where))
+            go_on_alike(exchange.rank, case, (model, optimizer), (twin, again))
+        if "owner" in case:  # the owner's error, read to the host, enters a momentum on the device
+            other = optimizer_of("LocalDeMo", copy.deepcopy(model), next(mine))
+            other.load_state_dict(problems.by_file(optimizer.state_dict(), "cpu"))
+        optimizer.consolidate_state_dict()
+        if exchange.rank == 0:
+            single, alone = train(SingleRank(), "toy", case, steps=0)
+            alone.load_state_dict(optimizer.state_dict())
+            fill(single, 0, 0)
+            alone.step()
+
+    ranks.threads(work, 2)
+
+
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, owner", "LocalDeMo, delay"])
+def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(on_toy, case):
+    on_toy(_checkpoints, 1, case)
+
+
+def _scaled(rank: int, world_size: int, case: str) -> bool:
+    def work(exchange: Exchange, device: str) -> list[torch.Tensor]:
+        model, optimizer = train(exchange, device, case, steps=0)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+        for step in range(4):
+            fill(model, exchange.rank, step, scale=2.0**10)
+            if step == 1 and exchange.rank == 1:
+                model.scale.grad.fill_(float("inf"))
+            scaler.scale(torch.ones((), device=device))
+            with torch.autocast(device, torch.bfloat16):
+                scaler.step(optimizer)
+            scaler.update(2.0**10)
+        return tensors(model, optimizer)
+
+    return all(map(problems.same, *(ranks.threads(work, 2, device) for device in ("cpu", "toy"))))
+
+
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
+def test_a_gradient_scaler_works_as_on_a_cpu(on_toy, case):
+    assert on_toy(_scaled, 1, case) == [True]
+
+
+def _muon_steps(kind: type, device: str) -> tuple[list[torch.Tensor], int]:
+    matrices = [nn.Parameter(problems.draw(shape, 7).to(device)) for shape in 2 * [(24, 40), (24, 40), (40, 24)]]
+    optimizer = kind(matrices, lr=0.1, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for number, matrix in enumerate(matrices):
+            matrix.grad = problems.draw(matrix.shape, step, number).to(device) if step or number else None
+        with toy.counting() as found:
+            optimizer.step()
+    return [matrix.detach().cpu() for matrix in matrices], found.get("launches", 0)
+
+
+def _muon(rank: int, world_size: int) -> tuple[int, int]:
+    with mock.patch.multiple(muon, _DEVICE_DTYPE=torch.float32, _BATCH_ELEMENTS=3 * 24 * 40):  # batches of 3, 1 and 2
+        found, launches = _muon_steps(muon.BatchedMuon, "toy")
+    torch.testing.assert_close(found, _muon_steps(muon.BatchedMuon, "cpu")[0])
+    return launches, _muon_steps(torch.optim.Muon, "toy")[1]
+
+
+def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches(on_toy):
+    ((launches, of_torch),) = on_toy(_muon, 1)
+    assert 30 < launches < of_torch
+
+
+def test_a_model_that_moves_after_local_demo_was_built_is_refused():
+    local_weight = nn.Parameter(torch.ones(2))
+    weights = LocalWeights([local_weight])
+    weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(RuntimeError, match="build LocalDeMo after"):
+        weights.create()
+
+
+def _refused(rank: int, world_size: int, case: str) -> str:
+    model, optimizer = train(SingleRank(), "toy", case)
+    fill(model, 0, STEPS)
+    message = optimizer.extract()
+    header = optimizer.replicator.round.header
+    hostile = pack_message(header, torch.full_like(message[HEADER_BYTES:], 0xFF), device=message.device)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(MessageError) as refused:
+        optimizer.apply(optimizer.exchange(hostile))
+    assert all(map(torch.equal, before, model.parameters()))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])
+def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(on_toy, case):
+    assert "message of rank 0" in on_toy(_refused, 1, case)[0]
 
 
 def _buffers(rank: int, world_size: int) -> list[list[float]]:
