@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
 
 import pytest
 import torch
@@ -227,26 +227,6 @@ def test_rank_without_kernels_stays_equal(update):
     problems.assert_replicas(ranks.threads(trained, 3))
 
 
-class _Interrupted(threading.Thread):
-    """A thread that ends when it is awaited for the second time; the first time, Ctrl-C comes."""
-
-    def __init__(self, target: Callable[..., None], args: tuple[object, ...]) -> None:
-        del target, args
-        self.awaited, self.may_end = 0, threading.Event()
-        super().__init__(target=self.may_end.wait)
-        THREADS.append(self)
-
-    def join(self, timeout: float | None = None) -> None:
-        self.awaited += 1
-        if self.awaited == 1:
-            raise KeyboardInterrupt
-        self.may_end.set()
-        super().join(timeout)
-
-
-THREADS: list[_Interrupted] = []
-
-
 def _signs_of_many_chunks() -> Tensor:
     gradient, momentum = torch.ones(1024, 1024), torch.zeros(256, 64, 64)
     gradient[::3] = -1
@@ -271,11 +251,21 @@ def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatc
 
 def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch):
     """The memory that such a thread uses is freed."""
+    join, awaited, ends = threading.Thread.join, Counter[threading.Thread](), dict[threading.Thread, threading.Event]()
+
+    def interrupted_at_first(thread: threading.Thread) -> None:
+        awaited[thread] += 1
+        if awaited[thread] == 1:
+            raise KeyboardInterrupt
+        ends.setdefault(thread, threading.Event()).set()
+        join(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", lambda thread: ends.setdefault(thread, threading.Event()).wait())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(step.threading, "Thread", _Interrupted)
+    monkeypatch.setattr(threading.Thread, "join", interrupted_at_first)
     with pytest.raises(KeyboardInterrupt):
         _signs_of_many_chunks()
-    assert [(thread.awaited, thread.is_alive()) for thread in THREADS] == 3 * [(2, False)]
+    assert [(times, thread.is_alive()) for thread, times in awaited.items()] == 3 * [(2, False)]
 
 
 def test_a_new_library_replaces_one_in_use_without_writing_into_it(tmp_path):

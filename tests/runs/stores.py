@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,36 +31,30 @@ class Crash(BaseException):
 
 
 class Through(Store):
-    """Passes all calls on to another store; a test's own store overrides some."""
+    """Passes all calls on to another store, and each one's name to `before`, in front of it; `calls` has all names.
 
-    def __init__(self, inner: Store) -> None:
-        self.inner, self.address = inner, inner.address
-
-    def get(self, name: str, most: int) -> bytes | None:
-        return self.inner.get(name, most)
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self.inner.put_if_absent(name, data)
-
-    def list(self, folder: str) -> set[str]:
-        return self.inner.list(folder)
-
-    def delete(self, names: Iterable[str]) -> None:
-        self.inner.delete(tuple(names))
-
-
-class Wrapped(Through):
-    """Calls `before` with the name of each call, in front of it; `calls` has all names."""
+    A test's own store overrides some.
+    """
 
     def __init__(self, inner: Store, before: Callable[[str], object] = str) -> None:
-        super().__init__(inner)
-        self.calls = list[str]()
-        for call in ("get", "put_if_absent", "list", "delete"):
-            setattr(self, call, partial(self._do, call, before))
+        self.inner, self.address = inner, inner.address
+        self.before, self.calls = before, list[str]()
 
-    def _do(self, call: str, before: Callable[[str], object], *given: Any) -> Any:
+    def get(self, name: str, most: int) -> bytes | None:
+        return self._pass("get", name, most)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self._pass("put_if_absent", name, data)
+
+    def list(self, folder: str) -> set[str]:
+        return self._pass("list", folder)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._pass("delete", tuple(names))
+
+    def _pass(self, call: str, *given: Any) -> Any:
         self.calls.append(call)
-        before(call)
+        self.before(call)
         return getattr(self.inner, call)(*given)
 
 

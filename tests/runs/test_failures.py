@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from servers import error, small_s3
-from stores import Wrapped
+from stores import Through
 from workers import at_first
 
 from demopt.errors import ExchangeError
@@ -130,7 +130,7 @@ def failing(failure, times=10**9, call="put_if_absent"):
             left[0] -= 1
             raise failure
 
-    return Wrapped(ObjectStore(), fail)
+    return Through(ObjectStore(), fail)
 
 
 def test_patient_repeats_then_gives_up_and_early_if_there_never_was_an_answer(monkeypatch):

@@ -416,7 +416,7 @@ def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
         if call == "list" and log.look(bare, 0).messages:
             decided.wait()  # the first worker does not look before the last one has decided
 
-    first, last = Worker(stores.Wrapped(bare, wait), 0, late=1e9).join(), Worker(bare, 1, late=1e9).join()
+    first, last = Worker(stores.Through(bare, wait), 0, late=1e9).join(), Worker(bare, 1, late=1e9).join()
     trips, make = [], last.run._all
     last.run._all = lambda calls: (trips.append(calls), make(calls))[1]
     with waiting(first.round, bare):
@@ -430,7 +430,7 @@ def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
 def test_requests_of_a_round_are_those_of_the_documents(count):
     """Between two checkpoints. Lists have no upper limit: how often a worker looks again depends on speed."""
     bare, calls = ObjectStore(), list[str]()
-    workers = [Worker(stores.Wrapped(bare, calls.append), seed, checkpoint_every=100) for seed in range(count)]
+    workers = [Worker(stores.Through(bare, calls.append), seed, checkpoint_every=100) for seed in range(count)]
     together(workers, 1)
     calls.clear()
     together(workers, 2)
@@ -448,7 +448,7 @@ def test_worker_whose_look_has_listed_its_own_message_does_not_read_that():
         if call == "list" and worker.rounds:
             wait_for(lambda: log.look(bare, worker.rounds).messages)
 
-    worker = Worker(stores.Wrapped(bare, hook), 0, checkpoint_every=100)
+    worker = Worker(stores.Through(bare, hook), 0, checkpoint_every=100)
     worker.round()
     calls.clear()
     worker.round()

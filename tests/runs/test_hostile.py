@@ -351,7 +351,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
 
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
     monkeypatch.setattr(exchange, "_SEEN", 0.0)
-    store, may_decide = stores.Wrapped(ObjectStore()), threading.Event()
+    store, may_decide = stores.Through(ObjectStore()), threading.Event()
     blind, victim = Worker(store, 0, late=60.0, sync_every=1).join(), Worker(store, 1, late=1e9, sync_every=1)
     propose, decide = blind.run._propose, victim.run._propose
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import hypothesis
 import torch
 from hypothesis import strategies as st
-from stores import STILL, Crash, Wrapped, time_by
+from stores import STILL, Crash, Through, time_by
 
 from demopt.errors import DemoptError, ExchangeError
 from demopt.replicator.route import Result
@@ -219,7 +219,7 @@ class Worker:
 
     def __init__(self, number: int, store: Store, again: "Worker | None" = None, **settings: Any) -> None:
         """`again`: the worker that goes on here from its last state."""
-        self.run = FolderExchange(Wrapped(store, self.wait), checkpoint_every=3, **settings)
+        self.run = FolderExchange(Through(store, self.wait), checkpoint_every=3, **settings)
         turn = 1 if number % 2 else -1  # requests side by side come in any order
         self.run._all = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
         self.run.later = self._later

@@ -32,7 +32,7 @@ def test_four_calls_do_what_they_promise(any_store):
 
 def test_object_longer_than_expected_is_not_read_nor_waited_for(any_store):
     stores.put(any_store, "a", bytes(100))
-    patient = Patient(stores.Wrapped(any_store), 60.0, pytest.fail)
+    patient = Patient(stores.Through(any_store), 60.0, pytest.fail)
     with pytest.raises(MessageError, match="a has 100 bytes, and at most 99 were expected"):
         patient.get("a", most=99)
     assert patient.inner.calls == ["get"]

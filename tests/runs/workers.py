@@ -131,7 +131,7 @@ class Counter:
                 raise StoreError("away")
 
         self.parameter = torch.nn.Parameter(torch.zeros(512, dtype=torch.float64))
-        self.run = FolderExchange(stores.Wrapped(store, fail), late=0.0, patience=0.0, keep_log=True)
+        self.run = FolderExchange(stores.Through(store, fail), late=0.0, patience=0.0, keep_log=True)
         self.run.worker = f"w{number}"
         inner = torch.optim.SGD([self.parameter], lr=1.0)
         self.optimizer = LocalDeMo(inner, delay=delay, process_group=self.run, **{**SETTINGS, **EXACTLY})
