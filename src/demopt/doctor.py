@@ -109,11 +109,8 @@ def slow_start(rtt_ms: float) -> Finding:
     """Checks whether TCP starts slowly after a pause, which matters at long round trips."""
     if rtt_ms < LONG_MS or not _IDLE.exists() or _IDLE.read_text().strip() == "0":
         return "after a pause", f"TCP's slow start does not matter at {rtt_ms:.1f} ms, or is off", ""
-    return (
-        "after a pause",
-        f"TCP starts slowly again, which costs round trips of {rtt_ms:.0f} ms in each exchange",
-        "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on all machines",
-    )
+    costs = f"TCP starts slowly again, which costs round trips of {rtt_ms:.0f} ms in each exchange"
+    return "after a pause", costs, "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on all machines"
 
 
 def _finding(pair: Pair) -> Finding:

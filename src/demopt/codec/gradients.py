@@ -40,17 +40,14 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """
     found: list[Tensor | None] = []
     for number, parameter in enumerate(parameters):
-        gradient: Any = parameter.grad
-        if gradient is None or not parameter.requires_grad:
-            found.append(None)
-            continue
+        gradient: Any = parameter.grad if parameter.requires_grad else None
         placements = getattr(gradient, "placements", None)
         if placements is not None:
             wanted = getattr(parameter, "placements", placements)
             if placements != wanted:
                 gradient = parameter.grad = gradient.redistribute(placements=wanted)
             gradient = to_local(gradient)
-        if gradient.layout != torch.strided or not gradient.is_floating_point():
+        if gradient is not None and (gradient.layout != torch.strided or not gradient.is_floating_point()):
             _refuse(gradient, f"the gradient of parameter {number}, shape {list(parameter.shape)},")
         found.append(gradient)
     return found

@@ -79,9 +79,8 @@ class Section:
         if self.all_signs:
             signs_CS, scale_C = encode_signs(values_CK)
             return [scale_plane(scale_C), signs_CS.flatten()]
-        encoded = []
-        for span in self.spans if values_CK.is_cpu else self.device_spans:
-            encoded.append(self.index.encode(positions_CK[span]) + QUANTIZERS[self.values].encode(values_CK[span]))
+        spans, quantizer = self.spans if values_CK.is_cpu else self.device_spans, QUANTIZERS[self.values]
+        encoded = [self.index.encode(positions_CK[span]) + quantizer.encode(values_CK[span]) for span in spans]
         return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
 
     def decode(
