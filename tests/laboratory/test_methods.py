@@ -1,21 +1,36 @@
-"""Each method's step against its paper, spelled out for one matrix and three workers; and its bytes."""
+"""Each method's step against its paper, spelled out for one matrix and three workers; and its bytes.
 
+Simulated workers end with the weights, momenta and bytes of real ranks, bit for bit; and of `demopt train`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import demopt
 import ranks
 from laboratory.compare.methods import METHODS
 from laboratory.compare.methods.averaged import MAKERS, muon_maker
 from laboratory.compare.methods.muloco import MuLoCo, quantise
 from laboratory.compare.studies import STUDIES, Entry
 from laboratory.network import steps
+from laboratory.simulation.demo import DeMoWorkers
+from laboratory.simulation.experiment import Experiment
+from laboratory.simulation.local_demo import LocalDeMoWorkers
 from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
+from laboratory.training import TrainConfig, build, load_corpus
 
-P, W, LR = 96, 3, 0.1
+P, W, RATE = 96, 3, 0.1
 close = torch.testing.assert_close
 Gradients = list[list[Tensor]]  # by step and worker
 
@@ -37,7 +52,7 @@ def start(make: Callable[..., Any], clip: float = 0.0, **settings: Any) -> tuple
     return model, make(SimulatedWorkers(model, W, clip), **settings)
 
 
-def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
+def walk(method: Method, given: list[Tensor], lr: float = RATE) -> Cost:
     """Takes one step with given gradients."""
     method.begin(lr)
     for rank, gradient in enumerate(given):
@@ -60,7 +75,7 @@ def test_averaged_methods_equal_torch_on_the_mean_gradient(name):
     rates = Rates(other.optimizers)
     for given in GRADIENTS:
         cost = walk(method, given)
-        rates.set(LR)
+        rates.set(RATE)
         twin.weight.grad = torch.stack(given).mean(0)
         for optimizer in other.optimizers:
             optimizer.step()
@@ -77,7 +92,7 @@ def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits():
     for two in zip(*GRADIENTS, strict=True):
         model = layer()
         optimizers = muon_maker(0.95)(model)
-        Rates(optimizers).set(LR)
+        Rates(optimizers).set(RATE)
         for gradient in two:
             model.weight.grad = gradient.clone()
             for optimizer in optimizers:
@@ -100,7 +115,7 @@ def raced(rank: int, world_size: int, settings: dict[str, Any]) -> Tensor:
     """MuLoCo in 2 bits, as it takes part in the race on links."""
     model = layer()
     method = steps.make(Entry("", "muloco", {"momentum": 0.95, **settings}, 0.0), model, None)
-    Rates(method.optimizers[0].inner).set(LR)
+    Rates(method.optimizers[0].inner).set(RATE)
     for given in 2 * GRADIENTS:
         model.weight.grad = given[rank].clone()
         method.optimizers[0].step()
@@ -158,7 +173,7 @@ def test_clip_limits_every_method(name):
     walk(method, huge)
     method.close()
     assert matrix.weight.data.isfinite().all()
-    assert (matrix.weight.data - 1).abs().max() < 3 * LR
+    assert (matrix.weight.data - 1).abs().max() < 3 * RATE
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -167,3 +182,159 @@ def test_study_entries_have_names_of_their_own_and_can_all_be_made(study):
     assert len({entry.name for entry in entries}) == len(entries)
     for entry in entries:
         METHODS[entry.method](SimulatedWorkers(torch.nn.Linear(16, 16), 1), **entry.settings).close()
+
+
+LR, STEPS = 1e-2, 8  # with H = 3: two rounds, and a last one after two steps
+DEMO = {"chunk": 16, "top_k": 12, "momentum_decay": 0.9, "fingerprint_every": 3}
+LOCAL = {"sync_every": 3, "chunk": 16, "top_k": 12, "fingerprint_every": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "DeMo": DEMO,
+    "DeMo, adamw": {**DEMO, "update": "adamw"},
+    "DeMo, floats": {**DEMO, "values": "float32", "update": "nesterov", "reduction": "mean"},
+    "LocalDeMo, gather": {**LOCAL, "route": "gather"},
+    "LocalDeMo, momentum": {**LOCAL, "outer_momentum": 0.5, "values": "float32"},
+    "LocalDeMo, delay": {**LOCAL, "delay": 1},
+    "LocalDeMo, delay, momentum": {**LOCAL, "delay": 1, "outer_momentum": 0.5, "values": "2-bit"},
+    "LocalDeMo, every step": {**LOCAL, "sync_every": 1, "error_decay": 0.0},
+}
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+
+
+def compute_gradients(model: Any, case: str, step: int, rank: int, bad: bool) -> None:
+    """Worker `rank`'s, of its own data.
+
+    With `bad` a gradient of rank 1 is not finite in step 2, and under LocalDeMo one of its weights in step 4.
+    """
+    model.zero_grad()
+    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+    model(inputs).square().mean().backward()
+    if bad and (step, rank) == (2, 1):
+        model[0].bias.grad[0] = float("nan")
+    if bad and (step, rank) == (4, 1) and case.startswith("LocalDeMo"):
+        model[0].bias.data[0] = float("inf")
+
+
+def inner(model: torch.nn.Module, lr: float = 1.0) -> list[torch.optim.Optimizer]:
+    found = demopt.muon_adamw(model, 1.0)
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["lr"] *= lr
+    return found
+
+
+def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def memories_of(optimizer: Any) -> list[torch.Tensor]:
+    """Momenta or errors."""
+    state = optimizer.state_dict()["state"]
+    return [entry[name].clone() for entry in state.values() for name in ("momentum", "error") if name in entry]
+
+
+def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any]:
+    model, settings = network(), CASES[case]
+    local = case.startswith("LocalDeMo")
+    optimizer = (
+        demopt.LocalDeMo(inner(model, LR), **settings) if local else demopt.DeMo(model.parameters(), lr=LR, **settings)
+    )
+    found: dict[str, Any] = {"traffic": []}
+    for step in range(STEPS):
+        compute_gradients(model, case, step, rank, bad)
+        optimizer.step()
+        costs = [optimizer.stats]
+        if local and step == STEPS - 1:  # the last round: of the steps since the one before
+            if optimizer.replicator.in_flight:
+                optimizer.flush()
+                costs.append(optimizer.stats)
+            if optimizer.local_steps:
+                optimizer.apply(optimizer.exchange(optimizer.extract()))
+                costs.append(optimizer.stats)
+        sent, received = (sum(getattr(cost, name) for cost in costs) for name in ("sent_bytes", "received_bytes"))
+        found["traffic"].append((sent, received, not local and optimizer.stats.skipped))
+        if step == 4:
+            found["between"] = weights_of(model)
+    found |= {"local": weights_of(model), "memories": memories_of(optimizer)}
+    with optimizer.shared() if local else nullcontext():
+        found["global"] = weights_of(model)
+    return found
+
+
+def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
+    """The same of each simulated worker."""
+    workers, local = SimulatedWorkers(network(), world_size), case.startswith("LocalDeMo")
+    method = LocalDeMoWorkers(workers, inner, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
+    traffic, between = [], []
+    for step in range(STEPS):
+        method.last = step == STEPS - 1
+        method.begin(LR)
+        for rank in range(world_size):
+            compute_gradients(method.model_of(rank), case, step, rank, bad)
+            method.take(rank)
+        cost = method.finish()
+        traffic.append((cost.sent_bytes, cost.received_bytes, not local and method.optimizers[0].stats.skipped))
+        if step == 4:
+            between = [weights_of(method.model_of(rank)) for rank in range(world_size)]
+    method.prepare_evaluation()
+    found = [
+        {
+            "traffic": traffic, "between": between[rank], "local": weights_of(method.model_of(rank)),
+            "memories": memories_of(method.optimizers[rank]), "global": weights_of(workers.model),
+        }
+        for rank in range(world_size)
+    ]  # fmt: skip
+    method.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [(case, size) for case in CASES for size in ((1, 3) if case.startswith("LocalDeMo") else (2, 4))],
+)
+@pytest.mark.parametrize("bad", [False, True], ids=["", "not finite"])
+def test_simulated_workers_have_the_bits_and_bytes_of_real_ranks(case, world_size, bad):
+    found = simulated(world_size, case, bad)
+    for mine, theirs in zip(found, ranks.run(on_a_rank, world_size, case, bad), strict=True):
+        assert mine["traffic"] == theirs["traffic"]
+        for name in ("between", "local", "memories", "global"):
+            assert all(map(torch.equal, mine[name], theirs[name])), name
+    assert all(bool(tensor.isfinite().all()) for tensor in found[0]["global"])
+    if case.startswith("DeMo"):
+        assert any(skipped for _, _, skipped in found[0]["traffic"]) == bad
+
+
+TRAIN = {"preset": "tiny", "layers": 1, "sequence": 32, "batch": 2, "warmup": 3, "eval_sequences": 6, "steps": 6}
+OPTIMIZERS = {
+    "adamw": ("adamw", {"weight_decay": 0.1}, {"lr": 1e-3}),
+    "local": ("local", {"sync_every": 4, "top_k": 40, "momentum": 0.8, "beta2": 0.99}, {"lr": 1e-2}),
+}
+FLAGS = {"adamw": ["--weight-decay", "0.1"], "local": ["--sync-every", "4", "--top-k", "40", "--momentum", "0.8"]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_experiment_has_the_losses_of_demopt_train(optimizer, tmp_path):
+    text = Path(sysconfig.get_path("stdlib"), "calendar.py")
+    method, settings, rate = OPTIMIZERS[optimizer]
+    flags = [word for name, value in (TRAIN | rate).items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = ["--optimizer", optimizer, "--data", str(text), "--out", str(tmp_path / "run"), *flags, *FLAGS[optimizer]]
+    words += ["--workers", "2", "--threads", "1", "--device", "cpu", "--clip", "1.0", "--eval-every", "6"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, "-m", "demopt.cli", "train", *words], check=True, env=environment, timeout=600)
+    theirs = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    config = TrainConfig(
+        **TRAIN, **rate, data=[str(text)], width=64, heads=2, mlp=192, vocab_size=256, optimizer=optimizer
+    )
+    workers = SimulatedWorkers(build(config), 2, clip=1.0)
+    corpus = load_corpus(config)
+    experiment = Experiment(config, corpus, METHODS[method](workers, **settings), torch.device("cpu"))
+    results = [experiment.step(number) for number in range(1, TRAIN["steps"] + 1)]
+    val_loss, _ = experiment.evaluate()
+    experiment.method.close()
+    assert [loss for loss, _ in results] == pytest.approx([row["loss"] for row in theirs], rel=1e-5)
+    assert val_loss == pytest.approx(theirs[-1]["val_loss"], rel=1e-5)
+    assert [cost.payload_bytes for _, cost in results] == [row["payload_bytes"] for row in theirs]

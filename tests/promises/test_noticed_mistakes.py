@@ -121,6 +121,8 @@ def _steps(rank: int, world_size: int, kind: str, method: str) -> list[list[str]
     """The warnings of each of three steps."""
     torch.manual_seed(0)
     model = nn.Linear(9, 4)
+    if kind == "FSDP2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
     optimizer = problems.optimizer_of(method.partition(",")[0], model.parameters(), **METHODS[method])
@@ -157,17 +159,8 @@ def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind, method, a
     assert second == [[], [], []], "rank 0 alone warns"
 
 
-def _fsdp(rank: int, world_size: int) -> list[str]:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = DeMo(model.parameters(), **problems.SMALL)
-    _backward(model, problems.draw((5, 8), rank))
-    return problems.warned(optimizer.step)
-
-
 def test_fsdp2_over_the_same_ranks_is_refused():
-    for outcome in ranks.outcomes(_fsdp, 2):
+    for outcome in ranks.outcomes(_steps, 2, "FSDP2", "DeMo"):
         assert isinstance(outcome.error, ValueError), outcome.value
         assert "FSDP2" in str(outcome.error)
 
@@ -293,11 +286,10 @@ def _loaded(rank: int, world_size: int, order: str) -> list[str]:
 @pytest.mark.parametrize(
     ("order", "lose"), [("optimizer, model", [0, 1]), ("model, optimizer", []), ("model, optimizer, DDP", [1])]
 )
-def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so(order: str, lose: list[int]) -> None:
+def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so(order, lose):
+    says = "its steps since the last round are lost. Load the model, wrap it in Dis"
     for rank, told in enumerate(ranks.run(_loaded, 2, order)):
-        _assert_told(
-            told, *["its steps since the last round are lost. Load the model, wrap it in Dis"][rank not in lose :]
-        )
+        _assert_told(told, *([says] if rank in lose else []))
 
 
 #: The rates with which groups are built; those that a script gives them at a step; the step that hints, and the hint.

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import servers
@@ -46,25 +45,17 @@ def test_of_racing_puts_one_wins_and_its_bytes_are_whole(kind, races, tmp_path, 
 
 
 def test_handler_of_a_signal_runs_while_a_request_lasts(monkeypatch):
-    came = threading.Event()
+    came, found = threading.Event(), list[bool]()
 
-    class Slow(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            found.append(came.wait(60))
-            self.send_error(404)
+    def answers_late(*_):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        found.append(came.wait(60))
 
-    found, server = list[bool](), ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
-        monkeypatch.setenv(name, "any")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    store = Patient(open_store("s3://bucket/run"), 0.0, pytest.fail)
     before = signal.signal(signal.SIGUSR1, lambda *_: came.set())
-    assert (store.get("a", most=9), found) == (None, [True])
+    with small_s3(monkeypatch, answers_late):
+        assert Patient(open_store("s3://bucket/run"), 0.0, pytest.fail).get("a", most=9) is None
     signal.signal(signal.SIGUSR1, before)
-    server.shutdown()
-    server.server_close()
+    assert found == [True]
 
 
 def test_long_uploads_wait_longer_for_the_server():

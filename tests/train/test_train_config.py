@@ -1,19 +1,45 @@
-"""One dataclass of settings: flags, file and record say the same; presets and optimizers fill in the rest."""
+"""One dataclass of settings: flags, file and record say the same; presets and optimizers fill in the rest.
 
+Every mistake of a user is one line that says what and where, exit code 2, no traceback.
+"""
+
+import errno
 import inspect
 import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from train_runs import COMMAND, SMALL
 
 from demopt import V1, DeMo, LocalDeMo, cli
+from demopt.errors import DemoptError
 from demopt.exchange import SingleRank
+from demopt.train import checkpoint
 from demopt.train import method as method_module
-from demopt.train.config import DEFAULTS, SETTINGS, InputError, TrainConfig, assemble, check_same_run, resolve
-from demopt.train.method import check_settings, make_method, make_optimizer
-from demopt.train.model import build, count_parameters
-from demopt.train.team import Team
+from demopt.train.config import (
+    DEFAULTS,
+    SETTINGS,
+    InputError,
+    SharedInputError,
+    TrainConfig,
+    assemble,
+    check_same_run,
+    config_of,
+    resolve,
+)
+from demopt.train.data import find_files
+from demopt.train.method import check_settings, make_method, make_optimizer, refuse_if_too_large
+from demopt.train.model import build, count_parameters, save
+from demopt.train.out import OutFolder
+from demopt.train.runs.worker import train_in_folder
+from demopt.train.team import Team, pick_device
 
 
 def test_flags_reach_the_config_and_override_its_file(tmp_path, monkeypatch, command):
@@ -108,3 +134,203 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, monkeyp
     method.set_lr(0.5)
     assert [group["lr"] for group in method.optimizer.param_groups] == [0.5 * factor for factor in method.factors]
     assert {group["weight_decay"] for group in method.optimizer.param_groups} == {0.0 if optimizer == "demo" else 0.1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be greater than or equal to 1"),
+        (["--lr", "nan"], "--lr is nan; it must be a finite number"),
+        (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
+        (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo' or 'adamw'"),
+        (["--heads", "5"], "--width is 192; it must be an even multiple of --heads 5"),
+        (["--device", "cuda"], "--device cuda: this torch has cpu here; take one of them"),
+        (["--device", "mps", "--optimizer", "demo"], "--device mps takes --optimizer local"),
+        (["--epochs", "1", "--steps", "7"], "leave out --steps or --epochs"),
+        (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),
+        (["--key-file", "run.key"], "--key-file is for a run in a folder, which --run names"),
+        (["--colour", "red"], "No such option"),
+        (["--stpes", "3"], "--steps"),  # in words that differ from one version of typer to another
+        (["--values", "2bit"], "did you mean '2-bit'?"),
+        (["--tracker", "wanbd"], "did you mean 'wandb'?"),
+        (["--config", "no/such.json"], "config file no/such.json: No such file"),
+        (["--run", ""], "--run is empty: is the variable set?"),
+        (["--run="], "--run= is empty"),
+        (["--run", "here", "--out", "./here/"], "--out ./here/ is the folder of the run"),
+        (["--out", "x" * 300], "File name too long"),
+        (["--out", "a\udcff"], r"--out is 'a\udcff': not utf-8; rename it, or set LC_ALL"),
+        (["--resume"], "holds no run; start one without --resume"),
+        (["--values", "morse"], "--optimizer local: values is 'morse'; choose one of"),
+        (["--outer-momentum", "1"], "outer_momentum is 1.0"),
+        (["--optimizer", "demo", "--update", "lion(beta=1)"], "--optimizer demo: "),
+        (["--optimizer", "adamw", "--top-k", "8"], "--top-k is for --optimizer demo or local; the optimizer is adamw"),
+        (["--optimizer", "demo", "--delay", "1"], "--delay is for --optimizer local; the optimizer is demo"),
+    ],
+)
+def test_train_refuses_bad_flags(command, tmp_path, flags, told):
+    assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_pipe_and_device_are_told_from_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(InputError, match="a pipe or a device, which is read once"):
+            find_files(TrainConfig(data=[str(place)]))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_damaged_record_of_out_is_told_with_what_to_do(command, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert "delete it, or give another --out" in command("train", "--resume", "--out", tmp_path, code=2)
+
+
+def test_folder_in_the_place_of_a_file_is_told_at_the_start(tmp_path):
+    (tmp_path / "state.pt").mkdir()
+    with pytest.raises(InputError, match=r"state\.pt is a folder"), OutFolder(tmp_path).claimed(TrainConfig()):
+        pass
+    (tmp_path / "state.pt").rmdir()
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(InputError, match="model is a file, where"), OutFolder(tmp_path).claimed(TrainConfig()):
+        pass
+    with pytest.raises(DemoptError, match="cannot be written: File exists"), OutFolder(tmp_path).writing():
+        save(TrainConfig(), None, tmp_path / "model")
+    for size in (9, 3_000_000):  # torch fails in two ways
+        with pytest.raises(DemoptError, match="is its disk full"), OutFolder(tmp_path).writing():
+            torch.save(torch.zeros(size), "/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("find", "told"), [("os.getcwd", "current folder is gone"), ("tempfile.gettempdir", "set TMPDIR to one")]
+)
+def test_folder_that_every_process_needs_is_told(monkeypatch, find, told):
+    monkeypatch.setattr(find, Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(cli, "tell", lambda text, code: (text, code))
+    text, code = cli._run(["status", "/run"])
+    assert (told in text, code) == (True, 2)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_device_is_one_that_torch_has_and_auto_takes_cuda(kind, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert pick_device(kind, 1, 2) == torch.device(kind, 1)
+    assert pick_device("auto", 1, 2) == (torch.device("cuda", 1) if kind == "cuda" else torch.device("cpu"))
+    assert pick_device("cpu", 1, 9) == torch.device("cpu")
+    with pytest.raises(InputError, match="3 workers but 2 GPUs"):
+        pick_device(kind, 0, 3)
+    other = "xpu" if kind == "mps" else "mps"
+    with pytest.raises(InputError, match=f"--device {other}: this torch has cpu and {kind} here"):
+        pick_device(other, 0, 1)
+
+
+def test_mistake_in_the_flags_comes_before_anything_is_said_to_start(capsys):
+    with pytest.raises(InputError, match="--preset is 'huge'"):
+        cli._train(TrainConfig(preset="huge"))
+    assert capsys.readouterr().out == ""
+
+
+def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_read(tmp_path, monkeypatch):
+    huge = {"layers": 2, "width": 8192, "heads": 64, "mlp": 32768, "out": str(tmp_path / "run")}  # 2.1 G parameters
+    config = resolve(TrainConfig(**huge, preset="tiny", data=["nowhere"], workers=2))
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 4096}.get)  # 34 GB
+    cpu = torch.device("cpu")
+    folder = replace(config, workers=1, run=str(tmp_path / "store"))
+    for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder)):
+        with pytest.raises(InputError, match=r"^--preset tiny does not fit: memory about 43.. GB: weights 8.6 GB"):
+            refuse()
+    small = resolve(TrainConfig(preset="tiny"))
+    refuse_if_too_large(small, cpu, 2)
+    with pytest.raises(InputError, match=r"activations 838.4 GB; .* take a smaller model, a smaller --batch"):
+        refuse_if_too_large(replace(small, batch=10**6), cpu, 1)
+    refuse_if_too_large(replace(small, batch=1, sequence=1 << 16), cpu, 1)  # .9 GB, and 34 with a mask that none needs
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**40, "SC_PAGE_SIZE": 4096}.get)
+    with pytest.raises(InputError, match=r"a message would have .* bytes"):
+        refuse_if_too_large(replace(config, width=32768, mlp=131072), cpu, 1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
+        ('{"sync-every": 3}', "did you mean 'sync_every'?"),
+        ('{"steps": "3"}', "--steps is '3'; it must be a valid integer"),
+        ('{"data": [1]}', "--data is 1; it must be a valid string"),
+        ("[1]", "wanted settings by name, got list"),
+        ("{", "config file"),
+    ],
+)
+def test_train_refuses_bad_config_file(command, tmp_path, content, told):
+    (tmp_path / "config.json").write_text(content)
+    assert told in command("train", "--out", tmp_path / "run", "--config", tmp_path / "config.json", code=2)
+
+
+def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path, finished, text):
+    told = command("train", *SMALL, "--data", text, "--out", finished[0], code=2)
+    assert "already holds a run; go on with --resume, replace it with --overwrite" in told
+    told = command("train", "--out", finished[0], "--resume", "--overwrite", code=2)
+    assert "--overwrite deletes the run that --resume continues" in told
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written: Not a directory"), OutFolder(tmp_path / "file/run").held():
+        pass
+
+
+def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with OutFolder(tmp_path / "out").held():
+        pass
+    assert "not locked against a second run: No locks available" in capsys.readouterr().err
+
+
+def test_resume_refuses_another_run(tmp_path, finished):
+    newest = checkpoint.newest(finished[0] / "checkpoints")
+    saved = checkpoint.read(newest)
+    config = config_of(saved.settings)
+    assert checkpoint.find(newest.parent, config, saved.fingerprint) == (newest, saved)
+    for change, told in (
+        ({"width": 128}, "--width is 128, and the run in"),
+        ({"optimizer": "adamw"}, " has demo; go on with the same settings or start anew in another --out"),
+        ({}, "the text or tokenizer here is not that of the run in"),
+    ):
+        with pytest.raises(InputError, match=re.escape(told)):
+            checkpoint.find(newest.parent, replace(config, **change), "of another text")
+    (tmp_path / "step-00000003").mkdir()  # a save that was interrupted
+    with pytest.raises(InputError, match="holds no whole checkpoint"):
+        checkpoint.find(tmp_path, config, saved.fingerprint)
+
+
+def test_mistake_that_workers_find_is_one_line_and_leaves_out_free(tmp_path):
+    flags = [*SMALL, "--data", "nowhere.txt", "--out", tmp_path / "a"]
+    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "reading nowhere.txt, starting 2 workers ...\n")
+    assert done.stderr == "demopt: --data nowhere.txt: no such file or folder\n"
+    assert not (tmp_path / "a").exists()
+
+
+def test_command_line_without_typer_says_what_to_install():
+    program = "import sys; sys.modules['typer'] = None; from demopt.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, "train"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("demopt: typer is missing; install the command line with: pip install '.[train]'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_under_torchrun_a_run_in_a_folder_is_refused_after_the_address_of_the_first_worker(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SharedInputError, match="--run needs no torchrun"):
+        cli._train(TrainConfig(run="folder"))
+    assert "waiting for all 2 workers at 10.0.0.1:29500 ..." in capsys.readouterr().out
+
+
+def test_mistyped_command_is_answered_with_the_one_meant(command):
+    assert "id you mean 'train'?" in command("trian", code=2)
+
+
+def test_flag_of_another_program_is_told_by_its_name_here(command):
+    for other, ours in (("--learning-rate", "--lr"), ("--output-dir", "--out")):
+        told = " ".join(command("train", other, "1", code=2).split())
+        assert other in told
+        assert f"; here it is {ours} (see" in told
