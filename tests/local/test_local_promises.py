@@ -1,4 +1,4 @@
-"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups, schedules.
+"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups.
 
 With delay and its state on the host, a round is extracted, exchanged and decoded while the model trains on.
 """
@@ -269,18 +269,6 @@ def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts()
     optimizer.step()
     assert optimizer.local_steps == 1
     assert problems.same(problems.values(optimizer), ends[1])
-
-
-def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded():
-    optimizer = make()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    train(optimizer, range(1))
-    schedule.step()
-    assert optimizer.inner[0].param_groups[0]["lr"] == 0.005
-    optimizer.inner[0].load_state_dict(optimizer.inner[0].state_dict())
-    train(optimizer, range(1, 2))
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert optimizer.inner[0].param_groups[0]["lr"] == 0.5
 
 
 def test_bfloat16_parameters_have_float32_global_weights_and_error():
