@@ -16,7 +16,7 @@ _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 
 
 
 def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the factor that undoes GradScaler's, NaN if a gradient is infinite, or None. Waits for the device."""
+    """Returns the inverse of GradScaler's factor: NaN if a gradient is infinite, None without. Waits for the device."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found is None:
         return None

@@ -134,7 +134,10 @@ def _aligned(codes_WC: Tensor, guard: int, top_C: Tensor | None) -> tuple[Tensor
 
 @functools.lru_cache(maxsize=64)
 def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Look-ups: mantissas with `guard` bits below, by code and largest exponent, to which they round; units by that."""
+    """Look-up tables for `_aligned`, because a look-up is one operation.
+
+    Mantissas with `guard` bits below, rounded to the largest exponent, by code and by that exponent; units by exponent.
+    """
     exponents = torch.arange(1 << EXPONENT_BITS, device="cpu")
     codes = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS, device="cpu")
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
@@ -147,7 +150,7 @@ def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def guard_bits(world_size: int, largest_level: int) -> int:
-    """Returns the bits to keep below a mantissa, at most 3, so that sums over all ranks are exact, or ValueError."""
+    """Returns the bits below a mantissa, at most 3, with which sums of all ranks are exact; ValueError if none are."""
     spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
         raise ValueError(

@@ -281,7 +281,6 @@ class Kernel:
             job.positions, job.values = (address("coefficients", each, each.dtype) for each in found)
             job.keep = self._keep
         run("extract", job, momentum_Crc.numel())
-        del alive
         return found
 
     def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: Factors) -> None:

@@ -415,10 +415,7 @@ def parse(messages: Any) -> Chat | None:
 
 
 def encode_chats(chats: Sequence[bytes], tokenizer: Any, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the tokens of `Chat`s in a row, and where windows begin: at each conversation, then all `length` tokens.
-
-    InputError if the tokenizer has no template, or it refuses a conversation.
-    """
+    """Returns the tokens of `Chat`s in a row, and where windows begin: at each conversation, then every `length`."""
     if not getattr(tokenizer, "chat_template", None) or not getattr(tokenizer, "is_fast", False):
         raise InputError(
             "--data has the messages of chats, and the tokenizer has no chat template for them; give --model or "
