@@ -1,5 +1,6 @@
 """The `demopt` command line. Each command imports the heavy libraries that it needs."""
 
+import functools
 import inspect
 import os
 import re
@@ -80,9 +81,9 @@ def build_app() -> Any:
             raise typer.Exit
 
     presets = "; ".join(f"{name}: {preset.describe()}" for name, preset in PRESETS.items())
-    app.command("train", epilog=f"{EXAMPLES}\n\nPresets: {presets}.")(settings_command(_train))
+    app.command("train", epilog=f"{EXAMPLES}\n\nPresets: {presets}.")(interruptible(settings_command(_train)))
     for command in (join, status, export, stop, replay, plan, doctor):
-        app.command()(command)
+        app.command()(interruptible(command))
     group: Any = typer.main.get_command(app)
     for each in (group, *group.commands.values()):
         for option in (*each.params, each.get_help_option(typer.Context(each))):
@@ -92,6 +93,20 @@ def build_app() -> Any:
                 option.help += f" ({option.default})"
             option.show_default = False
     return group
+
+
+def interruptible(command: Callable[..., int]) -> Callable[..., int]:
+    """Returns a command that Ctrl-C ends with a word: typer takes KeyboardInterrupt for an exit that was told of."""
+    import typer
+
+    @functools.wraps(command)
+    def told(**given: Any) -> int:
+        try:
+            return command(**given)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+    return told
 
 
 def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:

@@ -32,6 +32,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+_RESYNC = "Call resync() on all ranks to copy one rank's parameters to the others"
+
+
 class MessageError(DemoptError):
     """A message was refused: truncated, corrupted, of another layout, or with invalid content.
 
@@ -76,11 +79,8 @@ class DriftError(DemoptError):
         [2]
     """
 
-    def __init__(self, step: int, ranks: list[int], inside: str = "") -> None:
+    def __init__(self, step: int, ranks: list[int], inside: str = "", remedy: str = _RESYNC) -> None:
         named = ", ".join(map(str, ranks))
         difference = inside or f"the parameters of rank {named} differ from those of rank 0"
-        super().__init__(
-            f"step {step}: {difference}; nothing was applied. "
-            "Call resync() on all ranks to copy one rank's parameters to the others, or go back to a checkpoint."
-        )
+        super().__init__(f"step {step}: {difference}; nothing was applied. {remedy}, or go back to a checkpoint.")
         self.ranks = ranks

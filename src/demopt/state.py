@@ -181,7 +181,8 @@ def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
     """Raises ValueError unless the counters in a parameter's state are whole numbers."""
     for name in ("step", "local_steps", "transform", OWNER_START):
         value = known.get(name, 0)
-        count = value.item() if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta else value
+        is_plain = isinstance(value, Tensor) and value.dim() == 0 and value.layout == torch.strided
+        count = value.item() if is_plain and not value.is_meta else value
         if not (isinstance(count, int | float) and 0 <= count < 1 << 63 and float(count).is_integer()):
             raise ValueError(
                 f"the state of parameter {number} holds a {saved.name_there(name)} that is no whole number, or below 0"
@@ -209,7 +210,8 @@ def _outline(value: Any) -> list[int] | str:
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
     local = to_local(value)  # of a DTensor this process's part
-    return list(local.shape) if local.is_floating_point() and not local.is_meta else f"{local.dtype} on {local.device}"
+    is_plain = local.layout == torch.strided and local.is_floating_point() and local.itemsize > 1
+    return list(local.shape) if is_plain and not local.is_meta else f"{local.layout} {local.dtype} on {local.device}"
 
 
 def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparameters, number: int) -> None:

@@ -114,6 +114,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
     for name in state["state"][number].keys() - {"saved_by", "local", *inner} | {of_another_rule}:
         good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
+        wrong += (good.float().to_sparse(),)
         for value in ("text", None, 10**400, *wrong):
             damaged = copy.deepcopy(state)
             damaged["state"][number][name] = value

@@ -393,6 +393,16 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
     assert first[1] != second[1]
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_state_of_another_inner_optimizer_is_refused_and_nothing_changes(other):
+    one, two = (problems.local(inner=inner, sync_every=2) for inner in (torch.optim.AdamW, other))
+    train(one, range(2))
+    train(two, range(2))
+    with pytest.raises(ValueError, match=f"the state is not of these inner optimizers .{other.__name__}.*groups lack"):
+        two.load_state_dict(one.state_dict())
+    train(two, range(2, 4))
+
+
 def test_empty_dict_in_the_inner_optimizers_state_is_resumed():
     optimizer, again = make(None), make(None)
     train(optimizer, range(4))

@@ -304,14 +304,16 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind, more):
     assert not torch.equal(parameters[0], frozen)
 
 
-def test_group_that_is_refused_leaves_no_trace():
-    optimizer = make(exact=True)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_group_that_is_refused_leaves_no_trace(delay):
+    optimizer = make(exact=True, delay=delay)
     train(optimizer, range(3))
     bad: list[Any] = [
         {"params": [Parameter(torch.zeros(3, dtype=torch.complex64))]},
-        {"params": [Parameter(torch.zeros(3, dtype=torch.float64))]},  # not with exact=True
         {"params": [problems.all_parameters(optimizer)[0]]},
     ]
+    if not delay:  # otherwise the next step says it, after the round in flight
+        bad.append({"params": [Parameter(torch.zeros(3, dtype=torch.float64))]})  # not with exact=True
     for group in bad:
         with pytest.raises((TypeError, ValueError)):
             optimizer.add_param_group(group)

@@ -398,6 +398,40 @@ def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):
     assert next_message() == "none: it left"
 
 
+def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others_to_wait(store):
+    first, slow = Worker(store, 0, checkpoint_every=2), stores.Through(store)
+    first.round(4)
+
+    def get(name, most):
+        found = store.get(name, most)
+        for _ in range(8 if name.startswith("checkpoints") else 0):
+            if not log.look(store, first.rounds).hellos:  # otherwise it waits there
+                first.round()
+        return found
+
+    slow.get = get
+    joiner, viewer = Worker(slow, 1), Worker(slow, 2)
+    assert viewer.optimizer.observe() >= 4, "a checkpoint suffices"
+    assert (joiner.join().rounds, joiner.digest) == (first.rounds, first.digest)
+    assert "the others are asked to wait" in joiner.said[0]
+
+
+def test_manifest_of_a_run_that_is_gone_is_not_put_into_the_one_that_replaced_it(store, monkeypatch):
+    monkeypatch.setattr("demopt.runs.exchange._STILL_THERE", 0.0)
+    worker = Worker(store, 0)
+    worker.round()
+    decide, mine = worker.run._manifest_of, worker.run.record.identity.encode()
+
+    def replaced(*given):
+        stores.change(store, log.RECORD, lambda data: data.replace(mine, b"another"))
+        return decide(*given)
+
+    worker.run._manifest_of = replaced
+    with pytest.raises(SettingsError, match="holds another run than this worker's"):
+        worker.round()
+    assert not log.look(store, 1).has_manifest
+
+
 def test_worker_that_leaves_behind_the_others_writes_no_checkpoint(store):
     first, late = joined(store, checkpoint_every=50)
     first.round(4)

@@ -23,6 +23,7 @@ from demopt.runs.disk import Disk
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import ObjectStore, open_store
+from demopt.train.runs.status import status_of
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
@@ -287,7 +288,7 @@ def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(sto
 
     The weights are those of the run, for joiners and replay, too.
     """
-    first = Worker(store, 0, key=KEY, keep_log=True, checkpoint_every=1)
+    first = Worker(store, 0, key=KEY, keep_log=True, checkpoint_every=2)
     first.round()
     with pytest.raises(MessageError, match=r"run is damaged.*has a key, give it"):
         Worker(store, 1).join()
@@ -298,7 +299,9 @@ def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(sto
             store.put_if_absent(f"{log.folder_of(number)}/{name}", copied if number % 2 else bytes(100))
         for name in (f"{log.folder_of(number)}/ghost.hello", f"checkpoints/{number:08d}", f"moments/{number:08d}"):
             store.put_if_absent(name, bytes(100))
+    store.put_if_absent("checkpoints/00009999", bytes(100))
     first.round(5)
+    assert status_of(Keyed(store, KEY), first.run.record, "")["round"] == 6
     assert "was not written with this run's key" in first.run.decided.refused["ghost"]
     second = Worker(store, 1, key=KEY).join()
     assert (first.rounds, second.rounds, second.digest) == (6, 6, first.digest)

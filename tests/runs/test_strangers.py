@@ -82,6 +82,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "4 TB": ("run", lambda r: r["groups"][0].update(parameters=[[[1 << 40], "float32"]])),
     "no parameters": ("run", lambda r: r["groups"][0].pop("parameters")),
     "settings": ("run", lambda r: r["groups"][0].update(top_k="x", chunk=[])),
+    "marks": ("run", lambda r: r["groups"][0].update(marks=5, param_names=None)),
 }
 
 
@@ -173,7 +174,7 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, t
 
     with monkeypatch.context() as patch:
         patch.setattr(log, "propose", fails)
-        assert "did not answer" in command(*words, code=1)
+        assert "did not answer for 600 s; saved: the same command goes on" in command(*words, code=1)
     assert (tmp_path / "out" / "state.pt").exists()
     store = Disk(tmp_path / "run")
     assert log.look(store, 2).messages
@@ -208,6 +209,9 @@ def test_state_that_cannot_be_read_is_told_in_one_line(content, finished, tmp_pa
     told = command("join", finished, "--out", mine, code=2)
     assert "state.pt cannot be read" in told
     assert ("in it is damaged" in told) == (content == CHANGED)
+    (mine / "state.pt").unlink()
+    (mine / "identity").write_bytes(b"\xff")
+    assert "holds another run than" in command("join", finished, "--out", mine, code=2)
 
 
 ANYTHING = st.recursive(

@@ -233,6 +233,9 @@ class InnerOptimizers:
                 loose, rest = _beside(next((value for value in packed if value is not None), None))
                 each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
                 first = last
+                for group in each.param_groups:
+                    if lacking := each.defaults.keys() - {*group, *_NO_SETTINGS}:
+                        raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
         except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
                 each.state, each.param_groups = state_before, groups_before

@@ -639,13 +639,13 @@ class LocalDeMo(ReplicatedOptimizer):
                 "a run in a folder keeps the parameters that it began with: give all to the optimizer at first, those "
                 "that train later with a learning rate of 0"
             )
-        if self.replicator.in_flight:  # the round ends first, in the next step
-            self.inner[0].add_param_group(param_group)
-            return
         weights = self._weights
         kept = weights.parameters, weights.global_of
         self.inner[0].add_param_group(param_group)
         try:
+            check_parameters([p for group in self.param_groups for p in group["params"]])
+            if self.replicator.in_flight:  # the round ends first, in the next step
+                return
             self._follow_inner()
             self.replicator.wiring()  # refuses what its settings do not allow
         except BaseException:

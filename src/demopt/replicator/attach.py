@@ -29,7 +29,9 @@ class SavedBy(NamedTuple):
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
         """Reads it from a parameter's state, where it may be missing, or anything else."""
         value = entry.get(SAVED_BY)
-        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != (5,) or value.is_meta:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+            return None
+        if value.dtype != torch.int64 or value.shape != (5,):
             return None
         found = SavedBy(*value.tolist())
         return found if 0 <= found.rank < found.world_size else None

@@ -320,7 +320,8 @@ class Replicator:
             if self.session.compares_gradients:
                 self.session.compare_gradients(current.wiring)
         except ExchangeError as error:
-            raise ExchangeError(f"step {number}: {error}") from error
+            now = f"round {number + 1}" if isinstance(exchange, VaryingExchange) else f"step {number}"
+            raise ExchangeError(f"{now}: {error}") from error
         self.stats, current.exchanged = current.stats.timed("exchange", started), True
         current.stats = self.stats
         if current.outcome is not None and current.outcome.error is not None:

@@ -240,7 +240,7 @@ class FolderExchange(VaryingExchange):
             ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
         seconds = min(seconds + self.seconds_needed, LONGEST)
         if seconds == LONGEST:
-            self.say_once(f"this worker needs more than {LONGEST:.0f} s for a round, and no other waits longer")
+            self.say_once(f"this worker needs more than {LONGEST:.0f} s to be there, and no other waits longer")
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
         self._greeted.add(number + ahead)
 
@@ -355,7 +355,8 @@ class FolderExchange(VaryingExchange):
             result, error = join_results(wiring, []), covered
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
             told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
-            error = DriftError(number, [], told)
+            remedy = "Call resync(), which takes the run's newest weights"
+            error = DriftError(number, [], told, remedy)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         was_there = inbox.undecided_at - put_at > _SEEN  # the round was open then; False if nothing was put
@@ -428,6 +429,8 @@ class FolderExchange(VaryingExchange):
                 inbox.read_new(inbox.look)
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
+                if now - put_at > _STILL_THERE:
+                    self._require_run()  # a new one may have begun at the address
                 return self._propose(inbox.draft(author)), missing or waited_for
             if (manifest := inbox.read_manifest()) is not None:
                 return manifest, waited_for
@@ -462,7 +465,7 @@ class FolderExchange(VaryingExchange):
                         return named(data)
                 except MessageError:  # a cache may have given a part of it as the whole: it is read again
                     return self.store.read(name, most, named)
-                if log.checkpoints(self.store)[-1] > manifest.round:
+                if log.newest(self.store, manifest.run)[0] > manifest.round:
                     raise CoveredError(f"{name} is gone, and a checkpoint has its round")
                 return None
 

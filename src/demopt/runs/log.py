@@ -352,6 +352,14 @@ def checkpoints(store: Store) -> list[int]:
     return [0, *numbered(store, "checkpoints")]
 
 
+def newest(store: Store, run: str) -> tuple[int, Manifest | None]:
+    """Returns the newest checkpoint's round and the manifest before it, without which a checkpoint is a stranger's."""
+    for number in filter(None, reversed(checkpoints(store))):
+        if (before := read_manifest(store, run, number - 1)) is not None:
+            return number, before
+    return 0, None
+
+
 def numbered(store: Store, folder: str) -> list[int]:
     """Returns the rounds after which a folder has an object, ascending."""
     return sorted(int(name) for name in store.list(folder) if re.fullmatch("[0-9]{8}", name))

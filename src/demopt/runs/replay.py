@@ -11,6 +11,7 @@ from demopt.replicator.replicator import Replicator
 from demopt.replicator.wiring import Options
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 from demopt.runs.weights import MOST_HEAD, FolderRounds, checkpoint_of, weights_digest
@@ -33,8 +34,9 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
         if manifest.round + 1 in saved:
             name = log.checkpoint_name(record, manifest.round + 1)
             data = checkpoint_of(replicator, record.identity, manifest.digest)
-            if run.store.get(name, len(data)) != data:
-                raise MessageError(f"{name} does not follow from the messages before it")
+            with suppress(ForeignError):  # it is none
+                if run.store.get(name, len(data)) != data:
+                    raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)
     most = sum(tensor.nbytes for tensor in replicator.wiring().replicated_tensors()) + MOST_HEAD
     for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > replicator.round_number):

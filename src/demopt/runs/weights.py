@@ -34,6 +34,7 @@ from demopt.runs.inbox import (
     envelope_of,
     tensor_of,
 )
+from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class FolderRounds(Rounds):
             )
         for kind in ("param_names", "marks"):
             mine = [each for group in groups for each in group[kind]]
-            theirs = [each for group in self.run.record.groups for each in group.get(kind, [])]
+            given = [group.get(kind) for group in self.run.record.groups]
+            theirs = [each for of_group in given if isinstance(of_group, list) for each in of_group]
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order(f"{self.run.worker} has", there, theirs, mine)
 
@@ -368,15 +370,26 @@ class FolderRounds(Rounds):
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
 
         Others may decide rounds faster than it reads them: if it `asks`, it says hello ahead, and they wait there.
+        Otherwise the newest checkpoint will do.
         """
-        run, began, rounds = self.run, time.monotonic(), 0
+        run, began, rounds, load_seconds = self.run, time.monotonic(), 0, 0.0
         while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
             try:
                 if manifest.before != log.digest_of(run.decided):
                     raise ForkedError(f"round {manifest.round + 1} follows another round than this worker has applied")
                 self.apply_manifest(manifest)
             except CoveredError:
+                if not asks:
+                    return
+                if load_seconds and not self._leaves:  # while it took the last one, its messages have gone, too
+                    run.say_once(
+                        f"the weights take {load_seconds:.0f} s to come, and the messages after them are gone by then: "
+                        "the others are asked to wait (the run's --checkpoint-every is small for this link)"
+                    )
+                    self._hello_ahead(0.0, load_seconds)
+                began = time.monotonic()
                 self._load_newest(least=manifest.round + 1)
+                load_seconds, began, rounds = time.monotonic() - began, time.monotonic(), 0
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
@@ -401,15 +414,15 @@ class FolderRounds(Rounds):
             self.replicator.apply_missed(result, self.run.received_bytes - received)
             self.run.follow(manifest)
 
-    def _hello_ahead(self, seconds: float) -> None:
+    def _hello_ahead(self, seconds: float, more: float = 0.0) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
 
-        `seconds`: it takes so many for a round that it has missed.
+        `seconds`: it takes so many for a round that it has missed, and `more` before them.
         """
         run, ahead = self.run, 4
         while self._manifest(self._number + ahead) is not None:
             ahead *= 2
-        run.hello(self._number, ahead, seconds * ahead)
+        run.hello(self._number, ahead, seconds * ahead + more)
 
     def _manifest(self, number: int) -> Manifest | None:
         try:
@@ -509,6 +522,8 @@ class FolderRounds(Rounds):
                     self.load(number)
                 except CoveredError:  # deleted since it was listed, because there are newer ones
                     return None
+                except ForeignError:  # it is none
+                    continue
                 except (MessageError, ForkedError) as error:
                     if number == found[0] and isinstance(error, MessageError):
                         raise
@@ -529,24 +544,25 @@ class FolderRounds(Rounds):
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
         run = self.run
-        listed = [number for number in log.numbered(run.store, "moments") if number <= self._number]
-        if not listed:
-            return {}
-        name, tensors = log.moments_name(listed[-1]), self.replicator.wiring().replicated_tensors()
-        size = sum(tensor.nbytes for tensor in tensors)
-        try:
-            data = run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD) or b""  # deleted since, for a newer one
-            run.received_bytes += len(data)
-            head, found = _split(name, data)
-            names = head.get("names")
-            if (head.get("run"), head.get("round")) != (run.record.identity, listed[-1]) or not isinstance(names, list):
-                raise MessageError(f"{name} is damaged, or of another run")
-            if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
-                raise MessageError(f"{name} is damaged, or not finite")
-        except MessageError as error:
-            run.say(f"{error}; the inner optimizer starts with empty state")
-            return {}
-        return dict(zip(map(str, names), found, strict=True))
+        size = sum(tensor.nbytes for tensor in self.replicator.wiring().replicated_tensors())
+        for number in reversed([each for each in log.numbered(run.store, "moments") if each <= self._number]):
+            name = log.moments_name(number)
+            try:
+                data = run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD) or b""  # deleted since, for a newer one
+                run.received_bytes += len(data)
+                head, found = _split(name, data)
+                names = head.get("names")
+                if (head.get("run"), head.get("round")) != (run.record.identity, number) or not isinstance(names, list):
+                    raise MessageError(f"{name} is damaged, or of another run")
+                if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
+                    raise MessageError(f"{name} is damaged, or not finite")
+                return dict(zip(map(str, names), found, strict=True))
+            except ForeignError:  # it is none
+                continue
+            except MessageError as error:
+                run.say(f"{error}; the inner optimizer starts with empty state")
+                break
+        return {}
 
     # This worker's state
 

@@ -58,6 +58,9 @@ FOLDER = "A run is a folder"
 folder = partial(setting, FOLDER, free=True)
 
 
+MANY = 1 << 24  # at most, of what is made one by one, or in products: a stranger's run may ask for it
+
+
 @pydantic.dataclasses.dataclass(
     frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 )
@@ -71,7 +74,7 @@ class TrainConfig:
     seed: int = general(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
     save_every: int = general(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
     eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
-    eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1)
+    eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1, le=MANY)
     tracker: Literal["tensorboard", "wandb"] | None = general(
         None,
         "Also gets the metrics of each step, below --out; wandb sends them only if WANDB_MODE is online.",
@@ -99,38 +102,39 @@ class TrainConfig:
     )
     model_digest: str | None = decoder(None, "Digest that the weights in --model must have; a run records it.")
     lora: int | None = decoder(
-        None, "Rank of LoRA adapters on --model's linear layers; only they are trained and exchanged.", ge=1
+        None, "Rank of LoRA adapters on --model's linear layers; only they are trained and exchanged.", ge=1, le=MANY
     )
     merge: bool = decoder(False, "With --lora, also save the model with its adapters merged in.", free=True)
     preset: str = decoder("small", "Size of a fresh model, see below; demo-300m and demo-1b: the paper's.")
-    layers: int | None = decoder(None, "Decoder layers.", ge=1)
-    width: int | None = decoder(None, "Width of the residual stream.", ge=2)
-    heads: int | None = decoder(None, "Attention heads.", ge=1)
-    mlp: int | None = decoder(None, "Width inside the MLP (SwiGLU).", ge=1)
-    vocab_size: int | None = decoder(None, "Rows of the embedding. Default: the tokenizer's.", ge=2)
-    sequence: int | None = decoder(None, "Tokens per training sequence.", ge=2)
+    layers: int | None = decoder(None, "Decoder layers.", ge=1, le=10_000)
+    width: int | None = decoder(None, "Width of the residual stream.", ge=2, le=MANY)
+    heads: int | None = decoder(None, "Attention heads.", ge=1, le=MANY)
+    mlp: int | None = decoder(None, "Width inside the MLP (SwiGLU).", ge=1, le=MANY)
+    vocab_size: int | None = decoder(None, "Rows of the embedding. Default: the tokenizer's.", ge=2, le=MANY)
+    sequence: int | None = decoder(None, "Tokens per training sequence.", ge=2, le=MANY)
 
     optimizer: Literal["local", "demo", "adamw"] = training(
         "local",
         "local (LocalDeMo around Muon and AdamW), demo (DeMo), or, to compare, adamw with DistributedDataParallel.",
     )
-    steps: int | None = training(None, "Optimizer steps. Default: 800, or as many as --epochs takes.", ge=1)
+    steps: int | None = training(None, "Optimizer steps. Default: 800, or as many as --epochs takes.", ge=1, le=10**12)
     epochs: int | None = training(
-        None, "Instead of --steps: how often to read the text. Each sequence is read once per epoch.", ge=1
+        None, "Instead of --steps: how often to read the text. Each sequence is read once per epoch.", ge=1, le=MANY
     )
-    batch: int = training(4, "Sequences per worker and forward pass.", ge=1)
-    accumulate: int = training(1, "Forward passes per step.", ge=1)
+    batch: int = training(4, "Sequences per worker and forward pass.", ge=1, le=MANY)
+    accumulate: int = training(1, "Forward passes per step.", ge=1, le=10_000)
     global_batch: int | None = training(
         None,
         "Sequences per step of all workers together, instead of --accumulate: each takes a part by its measured speed, "
         "in forward passes of --batch.",
         fits=("local",),
         ge=1,
+        le=MANY,
     )
-    lr: float | None = training(None, "Peak learning rate. Default: by optimizer and update rule.", ge=0)
+    lr: float | None = training(None, "Peak learning rate. Default: by optimizer and update rule.", ge=0, le=1e6)
     warmup: int = training(50, "Steps of linear warm-up.", ge=0)
     final_lr: float = training(0.1, "End of the cosine, as a fraction of the peak.", ge=0, le=1)
-    weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0)
+    weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0, le=1e6)
     momentum: float | None = training(
         None,
         "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, local 0.9.",
@@ -233,7 +237,7 @@ def config_of(settings: Given) -> TrainConfig:
 
 def check_paths(settings: Given) -> None:
     """Raises InputError for a path that no file here can have, whether one is there or not."""
-    for name in ("out", "data", "model", "tokenizer", "key_file"):
+    for name in ("out", "run", "data", "model", "tokenizer", "key_file"):
         given = settings.get(name)
         for path in given if isinstance(given, list) else [given]:
             if not isinstance(path, str):  # absent, or what TrainConfig refuses

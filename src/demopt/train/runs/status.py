@@ -27,8 +27,8 @@ SKEW = 60.0  # seconds that clocks may differ by
 
 def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     """Returns the progress of a run and of its workers, by name. Times are by the workers' clocks."""
-    number = log.checkpoints(store)[-1]
-    last = log.read_manifest(store, record.identity, number - 1) if number else None
+    number, last = log.newest(store, record.identity)
+    checkpoint = number
     while (following := log.read_manifest(store, record.identity, number)) is not None:  # the open round has none
         last, number = following, number + 1
     settings, seen = record.settings, log.look(store, number)
@@ -60,7 +60,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         "loss": _mean(senders, "loss"),
         "val_loss": _mean(senders, "val_loss"),
         "val_step": max(0, done - 1) // evaluated * evaluated if evaluated else None,  # before its last message
-        "checkpoint": log.checkpoints(store)[-1],
+        "checkpoint": checkpoint,
         "log": "kept" if record.keep_log else "since the last but one checkpoint",
         "decided": last.at if last else None,
         "seconds_ago": _seconds_between(last.at if last else "", datetime.now(timezone.utc).isoformat()),

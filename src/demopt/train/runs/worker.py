@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import zlib
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -96,6 +96,11 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         try:
             worker = Worker(config, out, corpus, model, run, device)
             worker.train()
+        except DemoptError as error:
+            if not received:
+                raise
+            print(f"demopt: {error}", file=sys.stderr)
+            return 128 + received[0]
         finally:
             run.close()
             if fresh and not run.joined:
@@ -209,11 +214,13 @@ class Worker:
             out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
             try:
                 train_steps(training, self)
-            except DemoptError:
+            except DemoptError as error:
                 run.close()
-                with suppress(DemoptError):  # the first error is the one to tell
+                try:
                     self._save()
-                raise
+                except DemoptError:
+                    raise error from None  # the first one
+                raise DemoptError(f"{error}; saved: the same command goes on") from error
         if not self.ended:
             self._save()
         run.wait_for_uploads()
@@ -342,7 +349,8 @@ class Worker:
         try:
             with place.open("rb") as file:
                 state = load_file(file)
-            self.drawn, self.run.unsent = int(state["drawn"]), int(state.get("sequences", 0))
+            self.drawn, unsent = int(state["drawn"]), int(state.get("sequences", 0))
+            self.run.unsent = min(max(unsent, 0), (1 << 32) - 1)  # a weight, as `LocalDeMo.samples`
             self.optimizer.load_state_dict(state["optimizer"])
         except Exception as error:  # of the file or the optimizer: it may hold anything
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
@@ -390,7 +398,7 @@ def _is_of(out: OutFolder, address: str) -> bool:
 def _refuse_other(config: TrainConfig, run: FolderExchange) -> None:
     """Raises InputError if a worker of another run has written to --out; a run that has moved is the same one."""
     out = OutFolder(Path(config.out))
-    known = out.identity.read_text(encoding="utf-8") if out.identity.exists() else None
+    known = out.identity.read_text(encoding="utf-8", errors="replace") if out.identity.exists() else None
     if known != run.record.identity and (known or not _is_of(out, config.run)):
         raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
 
