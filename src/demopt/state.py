@@ -183,7 +183,7 @@ def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
         value = known.get(name, 0)
         is_plain = isinstance(value, Tensor) and value.dim() == 0 and value.layout == torch.strided
         count = value.item() if is_plain and not value.is_meta else value
-        if not (isinstance(count, int | float) and 0 <= count < 1 << 63 and float(count).is_integer()):
+        if not (isinstance(count, int | float) and 0 <= count < 1 << 62 and float(count).is_integer()):
             raise ValueError(
                 f"the state of parameter {number} holds a {saved.name_there(name)} that is no whole number, or below 0"
             )

@@ -357,7 +357,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._take_weights()
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
-        if is_first:
+        if is_first and not int(replicator.round_number):  # later they may differ, as MoCo's momentum encoders
             exchange = replicator.session.exchange
             with exchange.paused():
                 equalize_weights(exchange, compared, replicator.wiring().device)

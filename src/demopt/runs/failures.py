@@ -66,7 +66,7 @@ TABLE = (
     Failure(r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", When.SETTINGS,
             CREDENTIALS),
     Failure("ExpiredToken|TokenRefreshRequired|InvalidToken", When.SETTINGS,
-            "the credentials' token has expired; get a new one"),
+            "the credentials' token has expired; end this command (Ctrl-C saves), and start it with a new one"),
     Failure("RequestTimeTooSkewed|RequestExpired", When.SETTINGS,
             "the clock of this machine or of the server is wrong; set the time"),
     Failure("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed|Unauthenticated|: 401 ", When.SETTINGS,

@@ -387,11 +387,11 @@ def check_facts(record: Record, facts: dict[str, str], address: str, worker: str
     """Raises SettingsError, naming one, if facts or version of `worker` differ from those of the run."""
     if record.version != __version__:
         raise SettingsError(
-            f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
+            f"the run in {address} was started by demopt {legible(record.version, 40)}, this is {__version__}; install that"
         )
     if (differing := first_difference(record.facts, facts)) is not None:
         name, there, here = differing
-        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}")
+        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {legible(there, 500)}")
 
 
 def legible(text: str, most: int) -> str:
@@ -405,7 +405,7 @@ def object_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     wrong = set(values).symmetric_difference(known)
     wrong |= {entry for entry in known.keys() - wrong if not _fits(entry, known[entry], values[entry])}
     if wrong:
-        raise MessageError(f"{name} is damaged: {', '.join(sorted(legible(each, 40) for each in wrong))}")
+        raise MessageError(f"{name} is damaged: {', '.join(sorted(legible(each, 40) for each in wrong)[:9])}")
     return kind(**values)
 
 

@@ -79,6 +79,7 @@ class ObjectStore(Store):
         self.address, self._obstore = address, obstore
         self._store = obstore.store.MemoryStore() if store is None else store
         self._patient = functools.cache(patient) if patient else lambda _: self._store
+        self._broken: dict[str, int] = {}  # uploads of a name that were not whole: each next one may take twice as long
 
     def get(self, name: str, most: int) -> bytes | None:
         with told(self.address):
@@ -93,14 +94,17 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
+        self._broken[name] = self._broken.get(name, -1) + 1
         with told(self.address):
             try:
-                self._obstore.put(self._for(data), name, data, mode="create")
+                self._obstore.put(self._for(data, self._broken[name]), name, data, mode="create")
             except self._obstore.exceptions.AlreadyExistsError as error:
                 # A 409 may come from another put that is under way, and that may fail.
                 if ": 412 " not in str(error) and not self._exists(name):
                     raise
+                del self._broken[name]
                 return False
+            del self._broken[name]
             return True
 
     def list(self, folder: str) -> set[str]:
@@ -121,9 +125,10 @@ class ObjectStore(Store):
             return False
         return True
 
-    def _for(self, data: bytes) -> Any:
+    def _for(self, data: bytes, broken: int) -> Any:
         """Returns the store whose requests wait long enough for an upload of this length."""
         doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE))
+        doublings += min(broken, 9) if doublings else 0  # a message or a checkpoint: the link may be slower than that
         return self._patient(_SILENCE * 2**doublings) if doublings else self._store
 
 

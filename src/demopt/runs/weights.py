@@ -470,6 +470,8 @@ class FolderRounds(Rounds):
 
         def write() -> None:
             older = [each for each in log.checkpoints(run.store) if 0 < each < number]
+            # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
+            regular = [each for each in older if each % run.record.checkpoint_every == 0]
             name = log.checkpoint_name(run.record, number)
             if number and run.store.put_if_absent(name, data):
                 run.sent_bytes += len(data)
@@ -478,11 +480,12 @@ class FolderRounds(Rounds):
             elif number and run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
                 raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
             try:
-                run.store.delete(map(log.moments_name, older[:-1]))
-                if not run.record.keep_log and older:  # a slow worker may still read what came after `older[-1]`
-                    cleared = older[0] if len(older) > 1 else 0  # the last save cleared those before `older[0]`
-                    log.clear(run.store, range(cleared, older[-1]))
-                    run.store.delete(log.checkpoint_name(run.record, each) for each in older[:-1])
+                last = regular[-1] if regular else 0
+                run.store.delete(log.moments_name(each) for each in older if each < last)
+                if not run.record.keep_log and regular:  # a slow worker may still read what came after the last one
+                    cleared = regular[0] if len(regular) > 1 else 0  # the last save cleared those before
+                    log.clear(run.store, range(cleared, last))
+                    run.store.delete(log.checkpoint_name(run.record, each) for each in older if each < last)
             except ExchangeError as error:
                 run.say(f"what is old was not deleted, training goes on: {error}")
 

@@ -105,12 +105,12 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")
         try:
             load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
+            if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
         except (Exception, CheckpointException) as error:  # of pickle, DCP or the optimizer: it may hold anything
             if isinstance(_cause(error), MemoryError | torch.OutOfMemoryError):
                 raise
             raise _unreadable(path, error) from None
-    if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
