@@ -304,6 +304,27 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind, more):
     assert not torch.equal(parameters[0], frozen)
 
 
+def test_frozen_weights_that_differ_between_ranks_later_stay_so_after_resuming():
+    """As a momentum encoder inside the model, which each rank averages by itself."""
+
+    def work(exchange: Exchange) -> bool:
+        def build() -> tuple[LocalDeMo, Parameter]:
+            *_, frozen = parameters = problems.parameters([(4, 4), (3,)])
+            frozen.requires_grad_(False)
+            return problems.optimizer_of("LocalDeMo", parameters, process_group=exchange, sync_every=1), frozen
+
+        one, frozen = build()
+        train(one, range(2), exchange.rank)
+        frozen.data.fill_(exchange.rank)
+        other, again = build()
+        again.data.copy_(frozen)
+        other.load_state_dict(problems.by_file(one.state_dict()))
+        resumed, uninterrupted = (train(each, range(2, 4), exchange.rank) for each in (other, one))
+        return resumed == uninterrupted and torch.equal(again, frozen)
+
+    assert ranks.threads(work, 2) == [True, True]
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_group_that_is_refused_leaves_no_trace(delay):
     optimizer = make(exact=True, delay=delay)

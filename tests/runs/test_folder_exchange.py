@@ -417,7 +417,7 @@ def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others
 
 
 def test_manifest_of_a_run_that_is_gone_is_not_put_into_the_one_that_replaced_it(store, monkeypatch):
-    monkeypatch.setattr("demopt.runs.exchange._STILL_THERE", 0.0)
+    monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.0)
     worker = Worker(store, 0)
     worker.round()
     decide, mine = worker.run._manifest_of, worker.run.record.identity.encode()

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from unittest.mock import Mock
 
 import pytest
 import servers
@@ -11,7 +12,7 @@ from servers import small_s3
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.key import Keyed, read_key
-from demopt.runs.store import ObjectStore, Patient, open_store
+from demopt.runs.store import ObjectStore, Patient, StoreError, open_store
 
 KEY = bytes(range(32))
 
@@ -58,7 +59,7 @@ def test_handler_of_a_signal_runs_while_a_request_lasts(monkeypatch):
     assert found == [True]
 
 
-def test_long_uploads_wait_longer_for_the_server():
+def test_long_uploads_wait_longer_for_the_server(monkeypatch):
     opened = []
 
     def patient(seconds):
@@ -70,6 +71,13 @@ def test_long_uploads_wait_longer_for_the_server():
     for length in (10_000, 320_000, 321_000, 3_200_000):
         stores.put(store, "a", bytes(length))
     assert opened == [20, 160]  # of the second and third, and of the last
+    with monkeypatch.context() as patch:
+        patch.setattr("obstore.put", Mock(side_effect=TimeoutError))
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                store.put_if_absent("b", bytes(321_000))
+    assert store.put_if_absent("b", bytes(321_000))
+    assert opened == [20, 160, 40, 80], "each attempt may take twice as long"
 
 
 def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key():

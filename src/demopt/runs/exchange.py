@@ -429,7 +429,7 @@ class FolderExchange(VaryingExchange):
                 inbox.read_new(inbox.look)
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
-                if now - put_at > _STILL_THERE:
+                if now - put_at > _TOLD_AFTER:
                     self._require_run()  # a new one may have begun at the address
                 return self._propose(inbox.draft(author)), missing or waited_for
             if (manifest := inbox.read_manifest()) is not None:

@@ -386,12 +386,12 @@ def _parsed(store: Store, name: str, parse: Callable[[bytes], T]) -> T | None:
 def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:
     """Raises SettingsError, naming one, if facts or version of `worker` differ from those of the run."""
     if record.version != __version__:
-        raise SettingsError(
-            f"the run in {address} was started by demopt {legible(record.version, 40)}, this is {__version__}; install that"
-        )
+        theirs = legible(record.version, 40)
+        raise SettingsError(f"the run in {address} was started by demopt {theirs}, this is {__version__}; install that")
     if (differing := first_difference(record.facts, facts)) is not None:
         name, there, here = differing
-        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {legible(there, 500)}")
+        name, there = legible(name, 200), legible(there, 500)
+        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}")
 
 
 def legible(text: str, most: int) -> str:

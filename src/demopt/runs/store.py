@@ -94,17 +94,18 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        self._broken[name] = self._broken.get(name, -1) + 1
+        broken = self._broken.get(name, 0)
+        self._broken[name] = broken + 1
         with told(self.address):
             try:
-                self._obstore.put(self._for(data, self._broken[name]), name, data, mode="create")
+                self._obstore.put(self._for(data, broken), name, data, mode="create")
             except self._obstore.exceptions.AlreadyExistsError as error:
                 # A 409 may come from another put that is under way, and that may fail.
                 if ": 412 " not in str(error) and not self._exists(name):
                     raise
-                del self._broken[name]
+                self._broken.pop(name, None)
                 return False
-            del self._broken[name]
+            self._broken.pop(name, None)
             return True
 
     def list(self, folder: str) -> set[str]:
