@@ -85,8 +85,8 @@ class OptimizerState:
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
             # `LoadPlanner` has requested the keys of `overlaps`, whoever saved them. An own key that the file lacks has
-            # left its table only: there is None, or with older torch the entry of now. Its rank is above all that saved
-            # the file, so `overlaps` never names it.
+            # left the planner's table only: there is None, or with older torch the entry of now. Its rank is above all
+            # that saved the file, so `overlaps` never names it.
             if not (match := _KEY.fullmatch(key)) or entry is None:
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
@@ -117,7 +117,11 @@ class OptimizerState:
 def _read_entry(entry: Any) -> Mapping[str, Any]:
     """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
     found = vars(entry) if isinstance(entry, _Entry) else entry
-    if not (isinstance(found, Mapping) and isinstance(found.get("values"), Mapping) and "sharded" in found):
+    if not (
+        isinstance(found, Mapping)
+        and isinstance(found.get("values"), Mapping)
+        and isinstance(found.get("sharded"), list)
+    ):
         raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
     return found
 

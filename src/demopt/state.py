@@ -153,7 +153,7 @@ def read_state(
             entry = entries.get(number, {})
             saved = SavedParameter.of(entry)
             known = {**saved.shared, **saved.own}  # by the replicator's names: "error" is "momentum" here
-            ours = entry.keys() & _FROM_LOCAL.keys() if local else entry
+            ours = entry.keys() & _FROM_LOCAL.keys() if local else entry  # by names as in the file
             if not ours:  # it was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
@@ -314,14 +314,12 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
 
 def _clean(state: StateDict) -> StateDict:
-    """Leaves out damaged marks, which would hide good ones, and empty dicts that torch adds to a flattened state."""
+    """Leaves out the empty dicts that torch adds to a flattened state, and not those of the inner optimizer."""
     found = {}
     for number, entry in state.get("state", {}).items():
         saved_by = SavedBy.of(entry)
-        has_more = saved_by is None or len(entry) > saved_by.entries  # otherwise they are the inner optimizer's
-        added = [name for name, value in entry.items() if has_more and isinstance(value, dict) and not value]
-        dropped = {*added, *([SAVED_BY] if saved_by is None else [])}
-        found[number] = {name: value for name, value in entry.items() if name not in dropped}
+        has_more = saved_by is None or len(entry) > saved_by.entries
+        found[number] = {k: v for k, v in entry.items() if not (has_more and isinstance(v, dict) and not v)}
     return {**state, "state": found}
 
 

@@ -168,8 +168,8 @@ def test_state_of_an_inner_optimizer_apart_from_its_parameters_is_resumed():
     with pytest.raises(RuntimeError, match="ranks would drift apart"):
         one.inner[0].step()
     state = one.state_dict()
-    state["state"][0]["in_optimizer"] = torch.zeros(3, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="its entry 'in_optimizer' cannot be read"):
+    state["state"][0]["demopt.in_optimizer"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"its entry 'demopt\.in_optimizer' cannot be read"):
         other.load_state_dict(state)
     one.inner[0].state["k"] = lambda: 0
     with pytest.warns(UserWarning, match="Apart has state beside that of parameters, which is not saved"):

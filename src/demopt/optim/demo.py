@@ -256,8 +256,7 @@ class DeMo(ReplicatedOptimizer):
         replicator.wiring()  # some parameter may only begin to train
         if not is_whole():
             replicator.state = self.state
-            kept = {p: {**entry, "step": int(entry["step"])} for p, entry in self.state.items() if "step" in entry}
-            replicator.restore(kept)
+            replicator.restore({p: entry for p, entry in self.state.items() if "step" in entry})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         check_sizes(state_dict, self.param_groups)

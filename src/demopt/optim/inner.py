@@ -31,7 +31,7 @@ from demopt.validation import warn
 Group = dict[str, Any]
 #: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
 #: beside the parameters. It is each rank's own, and a saved state of all ranks has one of all else.
-IN_GROUP, BESIDE = _OURS = ("in_group", "in_optimizer")
+IN_GROUP, BESIDE = _OURS = ("demopt.in_group", "demopt.in_optimizer")
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
@@ -153,7 +153,7 @@ class InnerOptimizers:
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Returns a copy of each parameter's entries, with the state that its optimizer keeps in the group."""
         found = {
-            parameter: {_saved_name(name): value for name, value in entry.items()}
+            parameter: dict(entry)
             for each in self.optimizers
             for parameter, entry in each.state.items()
             if isinstance(parameter, Tensor)
@@ -171,9 +171,9 @@ class InnerOptimizers:
                 )
         for settings in self._follow():
             in_group = settings.packed_state()
-            for parameter in settings.group["params"] if in_group is not None else ():
-                if parameter in found:
-                    found[parameter][IN_GROUP] = in_group
+            parameters = settings.group["params"] if in_group is not None else []
+            for parameter in [each for each in parameters if each in found] or parameters[:1]:
+                found.setdefault(parameter, {})[IN_GROUP] = in_group
         return found
 
     def moments(self) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ class InnerOptimizers:
         for group, saved in zip(groups, in_groups, strict=True):
             loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
         entries = {
-            number: {_own_name(name): value for name, value in entry.items() if name not in _OURS}
+            number: {name: value for name, value in entry.items() if name not in _OURS}
             for number, entry in state.items()
         }
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
@@ -251,15 +251,6 @@ def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Returns an optimizer inside one, if that has a state of its own."""
     held = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer) and value.state)
     return next((each for each in held if each.state is not optimizer.state), None)
-
-
-def _saved_name(name: Any) -> Any:
-    """Returns the name of an optimizer's state in a saved one, where `IN_GROUP` and `BESIDE` are ours."""
-    return f"own.{name}" if isinstance(name, str) and name.endswith(_OURS) else name
-
-
-def _own_name(name: Any) -> Any:
-    return name.removeprefix("own.") if isinstance(name, str) and name.endswith(_OURS) else name
 
 
 def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:

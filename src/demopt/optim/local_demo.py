@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
 from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
-from demopt.codec.hyperparameters import Codec, codec_of
+from demopt.codec.hyperparameters import Codec, Hyperparameters, codec_of
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
@@ -468,7 +468,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.stats = sent = self.replicator.stats.after(sent)
             if not self._rounds.sends_again:
                 return
-            # Late twice in a row: the error is sent at once, without local steps. local is global here, so D is 0.
+            # Late twice in a row: the error is sent at once, without local steps. So D is 0.
 
     def _keep_weights(self, finite: bool) -> None:
         """After a round that failed: D is in the error."""
@@ -680,7 +680,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.replicator.round is None:  # otherwise `restore` ends it first
             self._follow_inner()
         check_sizes(state_dict, self.param_groups)
-        settings = self.replicator.wiring().settings  # one for each of `param_groups`, as `_replicated_groups`
+        settings = [Hyperparameters.of(group) for group in self._replicated_groups()]
         whose = self.replicator.rank_and_size
         saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))

@@ -617,10 +617,9 @@ class Replicator:
     def restore(self, entries: State) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
         self.rollback()
-        number = max((int(entry["step"]) for entry in entries.values() if "step" in entry), default=0)
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
-        self.round_number.fill_(number)
+        self.round_number = torch.zeros_like(self.round_number)  # a new one: `attach` takes that of the entries
         self._wiring = None
         self.wiring()  # makes buffers, and copies the entries into them
 

@@ -80,8 +80,9 @@ class FolderExchange(VaryingExchange):
         ValueError, TypeError: an invalid argument, before anything is sent.
 
     `note` and `leaving` go with this worker's next message: anything of JSON's types, up to 3,072 bytes, and whether it
-    is the last one. `last` is the outcome of the last round that was applied, `decided` its manifest, `row` the place
-    of this worker's message in it. If the run has an end, set `rounds`: a late worker then adds none.
+    is the last one. `last` is the outcome of the last round that this worker sent a message for, `row` the place of
+    that in it, and `decided` the manifest of the last round that was applied. If the run has an end, set `rounds`: a
+    late worker then adds none.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -134,7 +135,7 @@ class FolderExchange(VaryingExchange):
         self.joined = False  # it has the run's weights
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
-        self.last: FolderOutcome | None = None  # of the round before, if this worker sent a message for it
+        self.last: FolderOutcome | None = None  # of the last round that this worker sent a message for
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
         # Its own, and that of its rounds:
@@ -171,7 +172,7 @@ class FolderExchange(VaryingExchange):
 
     @property
     def row(self) -> int | None:
-        """The row of this worker's message in the last round; None: it was left out."""
+        """The row of this worker's last message in its round; None: it was left out."""
         return None if self.last is None else self.last.row
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:

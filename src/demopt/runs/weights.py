@@ -72,12 +72,12 @@ class SavedWorker:
             return None
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
-            settled, read = entry.get("error_is_ahead", False), json.loads(entry.get("read", "[]"))  # as early 0.3.0
+            ahead, read = entry.get("error_is_ahead", False), json.loads(entry.get("read", "[]"))  # as early 0.3.0
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
-            if not (named and isinstance(before, str) and isinstance(settled, bool)):
+            if not (named and isinstance(before, str) and isinstance(ahead, bool)):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
-            return SavedWorker(run, worker, before, message, settled, read)
+            return SavedWorker(run, worker, before, message, ahead, read)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
@@ -222,7 +222,7 @@ class FolderRounds(Rounds):
         number = self._number
         self.exchange_and_apply()
         if self.run.last is not None and self.run.last.manifest.round == number:  # no fork has ended it
-            self._drop_if_sent_later(self.run.last.manifest)
+            self._drop_if_sent_later(self.run.last.manifest)  # nothing if the state has the message
 
     def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
@@ -297,6 +297,7 @@ class FolderRounds(Rounds):
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
             replicator.mark_applied()
+            # Without a row nothing has left it, which is the same here: that manifest does not list this worker.
             if current.in_momentum:  # otherwise the message is later than a state: see `_drop_if_sent_later`
                 self._error_ahead_in = self._number
             if isinstance(error, DriftError):
@@ -319,6 +320,8 @@ class FolderRounds(Rounds):
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
         self.run.end_round(outcome, current.in_momentum)
+        if outcome.envelope.leaves or self.run.stopping:
+            self.run.take_back_hellos(self._number)
         # Left out: this round is applied, but later ones may be decided already.
         self.is_behind = outcome.row is None or outcome.error is not None
         return outcome
@@ -336,8 +339,6 @@ class FolderRounds(Rounds):
         may_be_last = ends and outcome.row in (None, 0) and self._manifest(self._number) is None  # nobody has gone on
         if has_turn or may_be_last:
             self.save()
-        if ends:
-            self.run.take_back_hellos(self._number)
 
     def rollback(self) -> None:
         """Forgets the round, unless its message may be in a manifest."""
@@ -361,7 +362,8 @@ class FolderRounds(Rounds):
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
         self.is_behind = False
-        if self.run.last is not None and self.run.last.row is None:  # otherwise that was done with the round
+        # With a row that was done with the round, or its messages are gone, because a checkpoint is there.
+        if self.run.last is not None and self.run.last.row is None:
             self._save_if_due(self.run.last)
 
     # Rounds that were decided without this worker
@@ -579,8 +581,8 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
-        settled, read = self._error_ahead_in == self._number, sorted(run.numbers_read)
-        saved = SavedWorker(run.record.identity, run.worker, before, message, error_is_ahead=settled, read=read)
+        ahead, read = self._error_ahead_in == self._number, sorted(run.numbers_read)
+        saved = SavedWorker(run.record.identity, run.worker, before, message, error_is_ahead=ahead, read=read)
         return saved.entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:

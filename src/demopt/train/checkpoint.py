@@ -132,5 +132,5 @@ def _cause(error: BaseException) -> BaseException:
 
 def _unreadable(path: Path, error: BaseException) -> InputError:
     return InputError(
-        f"--resume: {path} cannot be read: {first_line(_cause(error))}; without it, an older one is taken"
+        f"--resume: {path} cannot be read: {first_line(_cause(error))}; delete it, and the one before it is taken"
     )

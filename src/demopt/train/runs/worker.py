@@ -19,7 +19,6 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Stats
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.inbox import FolderOutcome
 from demopt.runs.key import read_key
 from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
@@ -164,7 +163,7 @@ class Worker:
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
         self.sizes, self._speeds = BatchSizes(config), dict[str, float]()
-        self._last: FolderOutcome | None = None
+        self._last: log.Manifest | None = None  # that was heard
         self.report: Report
 
     @property
@@ -293,6 +292,7 @@ class Worker:
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
         # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
+        # With delay, the work of a message in flight that is left out is in the next note.
         self.optimizer.finish_round()
         self._hear(loss)
         stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
@@ -304,9 +304,9 @@ class Worker:
     def _hear(self, loss: float = math.nan) -> None:
         """Notes a new outcome for the next row; reports workers that came, left, or were waited for."""
         run, last, report = self.run, self.run.last, self.report
-        if last is None or last is self._last:
+        if last is None or last.manifest is self._last:
             return
-        self._last, manifest = last, last.manifest
+        self._last = manifest = last.manifest
         if last.row is None and last.in_momentum:
             run.unsent += int(numbers_of(last.envelope.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
@@ -353,7 +353,7 @@ class Worker:
             self.run.unsent = min(max(unsent, 0), (1 << 32) - 1)  # a weight, as `LocalDeMo.samples`
             self.optimizer.load_state_dict(state["optimizer"])
         except Exception as error:  # of the file or the optimizer: it may hold anything
-            told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
+            told = f"{place} cannot be read: {first_line(error)}; delete it, and this worker joins anew"
             raise InputError(told) from None
         return True
 
