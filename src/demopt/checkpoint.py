@@ -226,12 +226,13 @@ class Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """Returns a saved object's bytes, of which torch does not compare the checksums; called by DCP."""
         found = io.BytesIO(super()._slice_file(file, sinfo).read())
-        try:
-            broken = zipfile.ZipFile(found).testzip()
-        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
-            broken = first_line(error)
-        if broken:
-            raise pickle.UnpicklingError(f"{sinfo.relative_path} is damaged: {broken}")
+        if zipfile.is_zipfile(found):  # otherwise of a transform, such as compression; torch refuses anything else
+            try:
+                broken = zipfile.ZipFile(found).testzip()
+            except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+                broken = first_line(error)
+            if broken:
+                raise pickle.UnpicklingError(f"{sinfo.relative_path} is damaged: {broken}")
         found.seek(0)
         return found
 

@@ -138,9 +138,7 @@ def test_security_resuming_runs_no_code_of_a_checkpoint(place, tmp_path):
     else:
         key = "optimizer.world_size" if place == "number" else "optimizer.rank0.shard0.0"
         _replace_object(path, key, _saved({"values": {"momentum": evil}} if place.startswith("inside") else evil))
-    with pytest.raises(
-        InputError, match=r"step-00000006 cannot be read: .*(nothing was run|\.distcp file|not a zip)"
-    ) as told:
+    with pytest.raises(InputError, match=r"step-00000006 cannot be read: .*(nothing was run|\.distcp file)") as told:
         _load(path, "demo")
     assert "\n" not in str(told.value)
     assert "weights_only" not in str(told.value), "torch's advice to read it all the same"

@@ -64,6 +64,12 @@ def test_frozen_parameter_with_a_gradient_is_told_of_once_because_others_would_t
         parameter.requires_grad_(True)
         heard += [text for text in told if "freeze it after step()" in text]
     assert len(heard) == 1
+    quiet = problems.optimizer_of(kind, problems.parameters(problems.FEW))
+    first, *others = problems.all_parameters(quiet)
+    problems.set_gradients([first, *others], 0)
+    quiet.step()
+    first.requires_grad_(False)  # its old gradient is there until the closure drops it
+    quiet.step(lambda: (quiet.zero_grad(), problems.set_gradients(others, 1), 0.0)[-1])
 
 
 @pytest.mark.parametrize("by_closure", [False, True])

@@ -6,6 +6,7 @@ counter of steps or the d of Prodigy; of it, only what the user gave is a settin
 of several elements are neither.
 """
 
+import ctypes
 import inspect
 import io
 import json
@@ -119,10 +120,11 @@ class InnerOptimizers:
             if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on
                 continue
             on_cpu = [p for group in each.param_groups for p in group["params"] if p.is_cpu]
-            held = _inside(each)  # as timm's Lookahead has it
-            state = held.state if held else each.state
-            first: Any = next((p for p in on_cpu if state.get(p) and varies(p)), None)
-            for name, value in state[first].items() if first is not None else ():
+            inside = _inside(each)  # as timm's Lookahead has it
+            states = [each.state, *([inside.state] if inside else [])]
+            first: Any = next((p for p in on_cpu if any(state.get(p) for state in states) and varies(p)), None)
+            entries = [state.get(first) or {} for state in states] if first is not None else []
+            for name, value in (pair for entry in entries for pair in entry.items()):
                 is_own = type(value) is Tensor and value.shape == first.shape and value.data_ptr() != first.data_ptr()
                 if is_own and torch.equal(value, first):
                     return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
@@ -196,7 +198,7 @@ class InnerOptimizers:
             found = re.fullmatch(r"(\d{1,9})\.(.*)", key, re.S)
             if found and (number := int(found[1])) < len(parameters):
                 entries.setdefault(number, {})[found[2]] = value
-                if not _may_be_state_of(parameters[number], value):
+                if value.dim() == parameters[number].dim() > 0 and value.shape != parameters[number].shape:
                     return
         first = 0
         for each in self.optimizers:
@@ -231,10 +233,11 @@ class InnerOptimizers:
                 mine = {number: entries[number] for number in numbers if entries.get(number)}
                 packed = (state.get(number, {}).get(BESIDE) for number in numbers)
                 loose, rest = _beside(next((value for value in packed if value is not None), None))
+                names = [{*group} & each.defaults.keys() for group in each.param_groups]
                 each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
                 first = last
-                for group in each.param_groups:
-                    if lacking := each.defaults.keys() - {*group, *_NO_SETTINGS}:
+                for had, group in zip(names, each.param_groups, strict=True):
+                    if lacking := had - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
         except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
@@ -265,13 +268,13 @@ def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
     file = io.BytesIO()
     try:
         torch.save((loose, rest), file)
-        packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        _beside(packed)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of pickle, or of the values: they may be anything
         name = type(optimizer).__name__
         warn(f"{name} has state beside that of parameters, which is not saved, and begins anew: {first_line(error)}")
         return None
-    return packed
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
@@ -279,16 +282,12 @@ def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
     if packed is None:
         return {}, {}
     try:
-        loose, rest = torch.load(io.BytesIO(bytes(packed.tolist())), map_location="cpu", weights_only=True)
+        held = packed.cpu().contiguous()
+        file = io.BytesIO(ctypes.string_at(held.data_ptr(), held.nbytes))
+        loose, rest = torch.load(file, map_location="cpu", weights_only=True)
         return {**loose}, {**rest}
     except Exception as error:  # of zip, pickle or torch: none is documented
         raise ValueError(f"the state is damaged: its entry {BESIDE!r} cannot be read: {first_line(error)}") from None
-
-
-def _may_be_state_of(parameter: Tensor, value: Tensor) -> bool:
-    """Whether a tensor of another worker is a counter, of the parameter's shape, or of some of its dimensions."""
-    same = value.shape == parameter.shape
-    return same or (value.dim() < max(parameter.dim(), 1) and {*value.shape} <= {1, *parameter.shape})
 
 
 def _zero(state: Any) -> None:

@@ -394,7 +394,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
-        self._warn_of_frozen()
+        if closure is None:  # otherwise it may drop the gradients there are
+            self._warn_of_frozen()
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # the inner optimizers would take it
@@ -591,7 +592,9 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @param_groups.setter
     def param_groups(self, _: object) -> None:
-        """From torch's constructor, which would begin with none."""
+        """From torch's constructor, which would begin with none; later it is refused."""
+        if hasattr(self, "replicator"):
+            raise RuntimeError("the groups of a LocalDeMo are those of optimizer.inner: change what is in them")
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:

@@ -117,8 +117,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def _warn_of_frozen(self) -> None:
         """Warns, once, of a parameter with a gradient that is frozen in the step: torch's optimizers would train it."""
-        for number, group in enumerate(self.param_groups):
-            if any(p.grad is not None and not p.requires_grad for p in group["params"]):
+        for number, group in enumerate(self.param_groups if "frozen" not in self._warned else ()):
+            if any(not p.requires_grad and p.grad is not None and bool(p.grad.any()) for p in group["params"]):
                 self.warn_once(
                     "frozen",
                     f"a parameter of param_groups[{number}] has a gradient and requires_grad=False in step(): it is "

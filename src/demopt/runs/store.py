@@ -79,7 +79,7 @@ class ObjectStore(Store):
         self.address, self._obstore = address, obstore
         self._store = obstore.store.MemoryStore() if store is None else store
         self._patient = functools.cache(patient) if patient else lambda _: self._store
-        self._broken: dict[str, int] = {}  # uploads of a name that were not whole: each next one may take twice as long
+        self._cut: dict[str, int] = {}  # uploads of a name that took too long: the next one may take twice as long
 
     def get(self, name: str, most: int) -> bytes | None:
         with told(self.address):
@@ -94,18 +94,21 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        broken = self._broken.get(name, 0)
-        self._broken[name] = broken + 1
+        seconds, began = self._seconds_for(name, data), time.monotonic()
         with told(self.address):
             try:
-                self._obstore.put(self._for(data, broken), name, data, mode="create")
+                store = self._patient(seconds) if seconds > _SILENCE else self._store
+                self._obstore.put(store, name, data, mode="create")
             except self._obstore.exceptions.AlreadyExistsError as error:
                 # A 409 may come from another put that is under way, and that may fail.
                 if ": 412 " not in str(error) and not self._exists(name):
                     raise
-                self._broken.pop(name, None)
                 return False
-            self._broken.pop(name, None)
+            except Exception:
+                if time.monotonic() - began >= seconds:
+                    self._cut[name] = min(self._cut.get(name, 0) + 1, 4)
+                raise
+            self._cut.pop(name, None)
             return True
 
     def list(self, folder: str) -> set[str]:
@@ -126,11 +129,10 @@ class ObjectStore(Store):
             return False
         return True
 
-    def _for(self, data: bytes, broken: int) -> Any:
-        """Returns the store whose requests wait long enough for an upload of this length."""
+    def _seconds_for(self, name: str, data: bytes) -> float:
+        """Returns the seconds that an upload of this length may wait for the server."""
         doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE))
-        doublings += min(broken, 9) if doublings else 0  # a message or a checkpoint: the link may be slower than that
-        return self._patient(_SILENCE * 2**doublings) if doublings else self._store
+        return _SILENCE * 2.0 ** (doublings + self._cut.get(name, 0))
 
 
 class Patient(Store):

@@ -72,7 +72,8 @@ class SavedWorker:
             return None
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
-            ahead, read = entry.get("error_is_ahead", False), json.loads(entry.get("read", "[]"))  # as early 0.3.0
+            ahead = entry.get("error_is_ahead", entry.get("is_settled", False))  # early 0.3.0 had other names, or none
+            read = json.loads(entry.get("read", "[]"))
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
             if not (named and isinstance(before, str) and isinstance(ahead, bool)):
                 raise TypeError
@@ -473,7 +474,8 @@ class FolderRounds(Rounds):
         def write() -> None:
             older = [each for each in log.checkpoints(run.store) if 0 < each < number]
             # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
-            regular = [each for each in older if each % run.record.checkpoint_every == 0]
+            every = run.record.checkpoint_every
+            regular = [each for each in older if each % every == 0]
             name = log.checkpoint_name(run.record, number)
             if number and run.store.put_if_absent(name, data):
                 run.sent_bytes += len(data)
@@ -481,6 +483,8 @@ class FolderRounds(Rounds):
                     run.sent_bytes += len(lent)
             elif number and run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
                 raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
+            if number % every:
+                return
             try:
                 last = regular[-1] if regular else 0
                 run.store.delete(log.moments_name(each) for each in older if each < last)

@@ -131,10 +131,10 @@ class TrainConfig:
         ge=1,
         le=MANY,
     )
-    lr: float | None = training(None, "Peak learning rate. Default: by optimizer and update rule.", ge=0, le=1e6)
+    lr: float | None = training(None, "Peak learning rate. Default: by optimizer and update rule.", ge=0, le=1e30)
     warmup: int = training(50, "Steps of linear warm-up.", ge=0)
     final_lr: float = training(0.1, "End of the cosine, as a fraction of the peak.", ge=0, le=1)
-    weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0, le=1e6)
+    weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0, le=1e30)
     momentum: float | None = training(
         None,
         "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, local 0.9.",

@@ -149,10 +149,12 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
         if raw.version != VERSION:
             raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
         if raw.claimed != raw.checksum:
-            told = "corrupted on the way"
+            told = "checksum does not match: corrupted on the way"
             if raw.body_bytes != body_bytes:
-                told = f"of {raw.body_bytes} bytes, not {body_bytes}; did a rank leave out another optimizer's step?"
-            raise MessageError(f"checksum does not match: {told}", rank)
+                told += (
+                    f", or of another optimizer, whose step a rank has left out: {raw.body_bytes} bytes in its header"
+                )
+            raise MessageError(told, rank)
         settings = raw.settings if _alike({raw.settings, expected.settings}) else expected.settings
         for name, came, wanted in (
             ("rank", raw.rank, rank),

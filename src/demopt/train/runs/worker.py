@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -213,13 +213,12 @@ class Worker:
             out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
             try:
                 train_steps(training, self)
-            except DemoptError as error:
+            except DemoptError:
                 run.close()
-                try:
+                with suppress(DemoptError):  # the first error is the one to tell
                     self._save()
-                except DemoptError:
-                    raise error from None  # the first one
-                raise DemoptError(f"{error}; saved: the same command goes on") from error
+                    print(f"saved: {printable(str(out.state))}", flush=True)
+                raise
         if not self.ended:
             self._save()
         run.wait_for_uploads()
