@@ -203,7 +203,7 @@ def test_rates_of_a_scheduler_and_those_written_after_an_inner_optimizer_was_loa
     assert optimizer.inner[0].param_groups[0]["lr"] == 0.05
     optimizer.inner[0].load_state_dict(optimizer.inner[0].state_dict())
     before = [parameter.detach().clone() for parameter in problems.all_parameters(optimizer)]
-    with pytest.raises(RuntimeError, match="are those of optimizer.inner"):
+    with pytest.raises(RuntimeError, match=r"are those of optimizer\.inner"):
         optimizer.param_groups = []
     for group in optimizer.param_groups:
         group["lr"] = 0.0
