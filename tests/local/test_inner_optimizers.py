@@ -369,7 +369,7 @@ def adapted(optimizer: LocalDeMo) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:rank 0 received .* bytes of states")
-@pytest.mark.parametrize("how", ["a file per rank", "consolidated", "deepcopy"])
+@pytest.mark.parametrize("how", ["a file per rank", "a file of early 0.3.0", "consolidated", "deepcopy"])
 def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(how):
     box: dict[str, Any] = {}
 
@@ -382,6 +382,8 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
             box[str(exchange.rank)] = optimizer.state_dict()
             exchange.all_gather(torch.zeros(8, dtype=torch.uint8))
             saved = box["0"]
+        for entry in saved["state"].values() if how == "a file of early 0.3.0" else ():
+            entry["own.in_group"], entry["in_group"] = entry.pop("in_group"), entry.pop("demopt.in_group")
         again = copy.deepcopy(optimizer) if how == "deepcopy" else make(exchange)
         if how == "deepcopy":
             again.regroup(exchange)

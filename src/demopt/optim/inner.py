@@ -27,6 +27,7 @@ from demopt.exchange.dtensor import shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.session import varies
+from demopt.state import load_file
 from demopt.validation import warn
 
 Group = dict[str, Any]
@@ -217,14 +218,12 @@ class InnerOptimizers:
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
         """Loads groups, with the entries of their parameters by number."""
         self._follow()
+        state = {number: _renamed(entry) for number, entry in state.items()}
         in_groups = [_state_in(group, state) for group in groups]
         loaded = []
         for group, saved in zip(groups, in_groups, strict=True):
             loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
-        entries = {
-            number: {name: value for name, value in entry.items() if name not in _OURS}
-            for number, entry in state.items()
-        }
+        entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
@@ -256,6 +255,14 @@ def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     return next((each for each in held if each.state is not optimizer.state), None)
 
 
+def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry with the names of now; early 0.3.0 had "in_group" for `IN_GROUP`, and "own." before others'."""
+    before = entry.get("in_group")
+    if IN_GROUP in entry or not (isinstance(before, Tensor) and before.dtype == torch.uint8):
+        return entry
+    return {{"in_group": IN_GROUP, "own.in_group": "in_group"}.get(name, name): value for name, value in entry.items()}
+
+
 def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
     """Returns the bytes of an optimizer's state that is of no parameter, uint8 [n]; warns if they could not be read.
 
@@ -267,9 +274,8 @@ def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
         return None
     file = io.BytesIO()
     try:
-        torch.save((loose, rest), file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
+        torch.save({"state": loose, "rest": rest}, file)
+        load_file(file)
     except Exception as error:  # of pickle, or of the values: they may be anything
         name = type(optimizer).__name__
         warn(f"{name} has state beside that of parameters, which is not saved, and begins anew: {first_line(error)}")
@@ -283,10 +289,9 @@ def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
         return {}, {}
     try:
         held = packed.cpu().contiguous()
-        file = io.BytesIO(ctypes.string_at(held.data_ptr(), held.nbytes))
-        loose, rest = torch.load(file, map_location="cpu", weights_only=True)
-        return {**loose}, {**rest}
-    except Exception as error:  # of zip, pickle or torch: none is documented
+        found = load_file(io.BytesIO(ctypes.string_at(held.data_ptr(), held.nbytes)))
+        return {**found["state"]}, {**found["rest"]}
+    except Exception as error:  # it may hold anything
         raise ValueError(f"the state is damaged: its entry {BESIDE!r} cannot be read: {first_line(error)}") from None
 
 
