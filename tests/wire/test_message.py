@@ -55,6 +55,12 @@ def test_message_bytes_equal_golden_and_follow_from_the_format(values):
     assert literal.message(sections, vars(HEADER)).hex(" ", 8) == GOLDEN[values]
 
 
+def test_message_of_another_optimizer_that_was_cut_is_told_apart_from_a_corrupted_one():
+    message = torch.tensor(list(bytes.fromhex(GOLDEN["float32"])), dtype=torch.uint8)[: flag.HEADER_BYTES + 16]
+    with pytest.raises(MessageError, match="its header has 48 bytes, as of another optimizer"):
+        check_headers(read_headers(message[None]), replace(HEADER, rank=0, world_size=1), 16)
+
+
 @pytest.mark.parametrize("values", QUANTIZERS)
 def test_check_reads_golden_messages(values):
     message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)

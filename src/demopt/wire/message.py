@@ -152,7 +152,7 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
             told = "checksum does not match: corrupted on the way"
             if raw.body_bytes != body_bytes:
                 told += (
-                    f", or of another optimizer, whose step a rank has left out: {raw.body_bytes} bytes in its header"
+                    f"; its header has {raw.body_bytes} bytes, as of another optimizer whose step a rank has left out"
                 )
             raise MessageError(told, rank)
         settings = raw.settings if _alike({raw.settings, expected.settings}) else expected.settings
