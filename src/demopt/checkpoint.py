@@ -117,13 +117,10 @@ class OptimizerState:
 def _read_entry(entry: Any) -> Mapping[str, Any]:
     """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
     found = vars(entry) if isinstance(entry, _Entry) else entry
-    if not (
-        isinstance(found, Mapping)
-        and isinstance(found.get("values"), Mapping)
-        and isinstance(found.get("sharded"), list)
-    ):
-        raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
-    return found
+    match found:
+        case {"values": Mapping(), "sharded": list()}:
+            return found
+    raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
 
 
 class _Entry:

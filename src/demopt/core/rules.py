@@ -24,6 +24,7 @@ from demopt.validation import check_number, suggestion
 #: 1.2: not to 1, but fast. Source: Keller Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, 2024.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
+_LARGEST = 1e16  # of an element whose square AdamW averages: an infinite average would never end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +245,6 @@ def _mix(average: Tensor, new: Tensor, beta: float) -> None:
     """
     average.mul_(beta / (1 - beta)).add_(new).mul_(1 - beta)
 
-
-_LARGEST = 1e16  # of an update whose square is averaged: an infinite average would never end
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Nesterov, Signum, Lion, Muon, AdamW)}
 

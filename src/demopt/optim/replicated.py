@@ -104,11 +104,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def _warn_unless_trained(self, alone: bool = True) -> None:
         """Warns, at the first round, if no parameter has had a gradient; not if a single rank is `alone`."""
-        if (
-            not self._is_trained
-            and "frozen" not in self._warned
-            and not (alone and self.replicator.rank_and_size[1] == 1)
-        ):
+        known = self._is_trained or "frozen" in self._warned
+        if not (known or (alone and self.replicator.rank_and_size[1] == 1)):
             self.warn_once(
                 "untrained",
                 "no parameter of this optimizer has had a gradient before the first round. Were they replaced after it "

@@ -16,6 +16,7 @@ from torch import nn
 from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
+from demopt.output import tell
 from demopt.replicator.replicator import Stats
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
@@ -98,8 +99,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         except DemoptError as error:
             if not received:
                 raise
-            print(f"demopt: {error}", file=sys.stderr)
-            return 128 + received[0]
+            return tell(str(error), 128 + received[0])
         finally:
             run.close()
             if fresh and not run.joined:
