@@ -443,6 +443,20 @@ def test_worker_that_leaves_behind_the_others_writes_no_checkpoint(store):
     assert log.checkpoints(store) == [0]
 
 
+def test_checkpoints_do_not_queue_behind_a_slow_upload(store):
+    done, put = threading.Event(), store.put_if_absent
+    store.put_if_absent = lambda name, data: (name.startswith("checkpoints") and done.wait(), put(name, data))[1]
+    worker = Worker(store, 0, checkpoint_every=1)
+    while worker.rounds < 12:  # more than there are requests at once
+        worker.step()
+    done.set()
+    worker.run.wait_for_uploads()
+    assert log.checkpoints(store) == [0, 1]
+    assert ["left out" in said for said in worker.said] == [True]
+    worker.round()
+    assert log.checkpoints(store) == [0, 1, 13]
+
+
 def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
     """Requests side by side are one trip: the message and a look, the others' messages, the manifest."""
     bare, decided = ObjectStore(), threading.Event()

@@ -135,7 +135,7 @@ class Counter:
         self.run.worker = f"w{number}"
         inner = torch.optim.SGD([self.parameter], lr=1.0)
         self.optimizer = LocalDeMo(inner, delay=delay, process_group=self.run, **{**SETTINGS, **EXACTLY})
-        self.run._pool = self.optimizer.replicator.session._background = AtOnce()
+        self.run._pool = self.run._uploads = self.optimizer.replicator.session._background = AtOnce()
         self.number, self.taken = number, 0
         if state:
             self.optimizer.load_state_dict(state)

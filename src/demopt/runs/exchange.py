@@ -148,7 +148,8 @@ class FolderExchange(VaryingExchange):
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
         self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
-        self._later: list[Future[None]] = []
+        self._upload: Future[None] | None = None  # the newest; they come one after the other
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="demopt-upload")
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
         self._process = 0  # that has the pool's threads: the one that made the first requests
 
@@ -555,7 +556,7 @@ class FolderExchange(VaryingExchange):
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
 
     def later(self, call: Callable[[], None]) -> None:
-        """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
+        """Uploads in the background, such as a checkpoint, one after the other; an error is reported."""
 
         def run() -> None:
             try:
@@ -563,12 +564,17 @@ class FolderExchange(VaryingExchange):
             except DemoptError as error:
                 self.say(f"a checkpoint was not written, training goes on: {error}")
 
-        self._later.append(self._pool.submit(run))
+        self._upload = self._uploads.submit(run)
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether an upload in the background is under way."""
+        return self._upload is not None and not self._upload.done()
 
     def wait_for_uploads(self) -> None:
-        """Waits for the tasks that `later` has begun."""
-        while self._later:
-            self._later.pop().result()
+        """Waits for all uploads in the background."""
+        if self._upload is not None:
+            self._upload.result()
 
     def close(self) -> None:
         """Gives up requests that still wait for the store, so that the process can end."""

@@ -338,7 +338,12 @@ class FolderRounds(Rounds):
         has_turn = rest == 0 and outcome.row == turn % senders
         ends = outcome.envelope.leaves or self.run.stopping
         may_be_last = ends and outcome.row in (None, 0) and self._manifest(self._number) is None  # nobody has gone on
-        if has_turn or may_be_last:
+        if has_turn and not may_be_last and self.run.is_uploading:  # uploads that queue would slow all rounds down
+            self.run.say_once(
+                "checkpoints are left out while the one before is not uploaded yet (the run's --checkpoint-every is "
+                "small for this link)"
+            )
+        elif has_turn or may_be_last:
             self.save()
 
     def rollback(self) -> None:
