@@ -6,6 +6,7 @@ Their settings are what a user gave: neither the state that they keep in groups,
 import copy
 import enum
 import threading
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.nn.utils import parametrize
 import problems
 import ranks
 from demopt import DeMo, FolderExchange, LocalDeMo, SettingsError
-from demopt.core.rules import newton_schulz
 from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
@@ -149,7 +149,7 @@ class Apart(torch.optim.SGD):
         self.state["k"] += 1
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad, alpha=0.1 * float(self.state["k"]) / self.steps**2)
-            self.state[p]["before"] = p.data  # the same memory, as SAM's: no copy
+            self.state[p].update(before=p.data, cache={})  # the same memory, as SAM's: no copy; and an empty dict
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "steps": self.steps}
@@ -164,6 +164,7 @@ def test_state_of_an_inner_optimizer_apart_from_its_parameters_is_resumed():
     train(one, range(4))
     other.load_state_dict(problems.by_file(one.state_dict()))
     assert (other.inner[0].steps, other.inner[0].state["k"]) == (4, 4)
+    assert all(other.inner[0].state[parameter]["cache"] == {} for parameter in problems.all_parameters(other))
     assert train(other, range(4, 8)) == train(one, range(4, 8))
     with pytest.raises(RuntimeError, match="ranks would drift apart"):
         one.inner[0].step()
@@ -211,43 +212,36 @@ def test_rates_of_a_scheduler_and_those_written_after_an_inner_optimizer_was_loa
     assert all(map(torch.equal, before, problems.all_parameters(optimizer)))
 
 
-class DistMuon(torch.optim.Optimizer):
-    """As Muon and nanochat's: ranks average gradients, share the work of the matrices, and gather the results."""
+#: What an inner optimizer does with each gradient before its step, as Muon and nanochat's.
+COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": lambda gradient: dist.all_reduce(gradient),
+    "broadcast": lambda gradient: dist.broadcast(gradient, 0),
+    "all_gather": lambda gradient: dist.all_gather([torch.empty_like(gradient) for _ in range(2)], gradient),
+    "nothing": lambda _: None,
+}
 
-    def __init__(self, parameters: Any, collectives: str) -> None:
-        super().__init__(parameters, {"lr": 0.02, "momentum": 0.9})
-        self.collectives = collectives
 
-    @torch.no_grad()
+class Communicating(torch.optim.SGD):
+    collective: str
+
     def step(self, closure: Any = None) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                if self.collectives == "all_reduce":
-                    dist.all_reduce(p.grad)
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.mul_(group["momentum"]).add_(p.grad)
-                if number % world_size == rank:
-                    p.sub_(newton_schulz(buffer), alpha=group["lr"])
-                if self.collectives == "broadcast":
-                    dist.broadcast(p, number % world_size)
-                elif self.collectives == "all_gather":
-                    parts = [torch.empty_like(p) for _ in range(world_size)]
-                    dist.all_gather(parts, p.detach().clone())
-                    p.copy_(parts[number % world_size])
+        for parameter in self.param_groups[0]["params"]:
+            COLLECTIVES[self.collective](parameter.grad)
+        super().step()
 
 
-def _communicating(rank: int, world_size: int, kind: str, delay: int) -> list[str]:
-    inner = (lambda p: DistMuon(p, kind)) if kind else problems.ADAMW
-    optimizer = problems.local(None, [(16, 8), (8, 8)], inner, sync_every=2, delay=delay)
+def _communicating(rank: int, world_size: int, collective: str, delay: int) -> list[str]:
+    optimizer = problems.local(inner=lambda p: Communicating(p, lr=0.1), sync_every=2, delay=delay)
+    optimizer.inner[0].collective = collective
     return problems.warned(lambda: train(optimizer, range(6), rank))
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather", ""])
-def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind, delay):
-    first, second = ranks.run(_communicating, 2, kind, delay)
-    assert ["the step of DistMuon communicates between the ranks" in text for text in first] == [True] * bool(kind)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(collective, delay):
+    first, second = ranks.run(_communicating, 2, collective, delay)
+    told = ["the step of Communicating communicates between the ranks" in text for text in first]
+    assert told == [True] * (collective != "nothing")
     assert not second
 
 
@@ -407,14 +401,6 @@ def test_state_of_another_inner_optimizer_is_refused_and_nothing_changes(other):
     train(two, range(2, 4))
 
 
-def test_empty_dict_in_the_inner_optimizers_state_is_resumed():
-    optimizer, again = make(None), make(None)
-    train(optimizer, range(4))
-    optimizer.inner[0].state[problems.all_parameters(optimizer)[0]]["cache"] = {}
-    again.load_state_dict(problems.by_file(optimizer.state_dict()))
-    assert again.inner[0].state[problems.all_parameters(again)[0]]["cache"] == {}
-
-
 def test_pickled_optimizer_knows_its_state_in_groups():
     optimizer = make(None)
     train(optimizer, range(3))
@@ -518,14 +504,18 @@ def in_folder(store: ObjectStore, **group: Any) -> LocalDeMo:
     return LocalDeMo(inner, sync_every=1, process_group=run)
 
 
-def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects():
+def test_worker_of_a_folder_joins_with_other_state_in_groups_other_objects_and_a_scheduler():
     store = ObjectStore()
     first = in_folder(store, warmup=lambda step: step, tags={"a", "b"}, lock=threading.Lock())
     train(first, range(3), 0)
     second = in_folder(store, warmup=lambda step: step, tags={"a", "c"}, lock=(lock := threading.Lock()))
     second.join()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(second, max_lr=0.2, total_steps=9)  # it adds to groups
     train(second, range(1), 1)
-    assert second.replicator.session.exchange.decided.refused == {}
+    schedule.step()
+    train(first, range(3, 4), 0)
+    for worker in (first, second):
+        assert worker.replicator.session.exchange.decided.refused == {}
     assert second.param_groups[0].pop("lock") is lock
     again = in_folder(store)
     again.load_state_dict(second.state_dict())
@@ -547,16 +537,3 @@ def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run()
         train(later, range(1, 2), 1)
     later.inner[0].param_groups[0]["nesterov"] = False
     train(later, range(2, 3), 1)
-
-
-def test_what_a_scheduler_adds_to_groups_stops_no_run_in_a_folder():
-    store = ObjectStore()
-    first, second = in_folder(store), in_folder(store)
-    first.join()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(first, max_lr=0.2, total_steps=9)
-    train(first, range(2), 0)
-    schedule.step()
-    train(second, range(1), 1)
-    train(first, range(2, 3), 0)
-    assert first.replicator.session.exchange.decided.refused == {}
-    assert second.replicator.session.exchange.decided.refused == {}
