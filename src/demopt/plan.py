@@ -269,7 +269,7 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
             message, answer = route.widths
             gather = (Call("all_gather", message),)
             owner = (Call("all_to_all", message), Call("all_gather", answer))
-            calls[world_size][name] = owner if route.collectives == 2 else gather
+            calls[world_size][name] = owner if route.name == "owner" else gather
     kept = {name: sum(group.chunks * group.key.keep for group in mine) for name, mine in groups.items()}
     memory = {name: memory_of(configs[name], model.module, each) for name, each in made.items()}
     return Plan(model, demo, local, kept, calls, memory)

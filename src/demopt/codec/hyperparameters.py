@@ -132,8 +132,9 @@ class Hyperparameters:
         """Whether the momentum is LocalDeMo's error: pseudo-gradients enter it whole, and it decays after a round."""
         return self.gradient_scale == "sum"
 
+    @cached_property
     def texts(self) -> dict[str, str]:
-        """Returns the values as texts, the same on ranks with equal values: for 1 and 1.0, a rule and its name."""
+        """The values as texts, the same on ranks with equal values: for 1 and 1.0, a rule and its name."""
         return {name: repr(getattr(self, name)) for name in NAMES} | {"update": str(self.update)}
 
     def is_exact(self, dtype: torch.dtype) -> bool:

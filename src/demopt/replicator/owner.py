@@ -9,7 +9,7 @@ Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -42,20 +42,19 @@ class Owner(Route):
     """
 
     name = "owner"
-    collectives = 2
     least_ranks = 5  # the second compression costs some loss, and few messages are cheap to receive
-    has_owner_errors = True
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
-        self.parts = Parts(self.layout.sections, world_size)
-        self.spans = self.parts.spans[rank]  # the chunks that this rank owns, by chunk group
+        self.spans_of = divided(self.layout.sections, world_size)
+        self.spans = self.spans_of[rank]  # the chunks that this rank owns, by chunk group
+        self.layouts = layouts_of(self.layout.sections, self.spans_of)
         self.errors = [
             chunk_group.flat_momentum.new_zeros(span.stop - span.start, chunk_group.key.length)
             for chunk_group, span in zip(chunk_groups, self.spans, strict=True)
         ]
         self._owned = Gather(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
-        self._owned.layout = self.parts.layouts[rank]
+        self._owned.layout = self.layouts[rank]
         self._sums: list[Tensor] = []  # of the answer that was sent last, if nothing has applied it yet
 
     @classmethod
@@ -73,7 +72,7 @@ class Owner(Route):
 
     @cached_property
     def widths(self) -> tuple[int, int]:
-        part = HEADER_BYTES + self.parts.layouts[0].size  # an answer has the layout of the owner's part
+        part = HEADER_BYTES + self.layouts[0].size  # an answer has the layout of the owner's part
         return self.world_size * part, part
 
     @property
@@ -93,7 +92,7 @@ class Owner(Route):
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a message."""
         messages = []
-        for layout, spans in zip(self.parts.layouts, self.parts.spans, strict=True):
+        for layout, spans in zip(self.layouts, self.spans_of, strict=True):
             planes = []
             for section, bytes_B, span in zip(self.layout.sections, data, spans, strict=False):
                 planes += section.cut(bytes_B, span)
@@ -112,27 +111,29 @@ class Owner(Route):
                 self._sums.append(sums)
                 planes.append(encoded)
             head = replace(header, flags=header.flags | flags & (NONFINITE | NEW_LAYOUT))
-        except MessageError as error:
-            head = refusing(header, error)
-        size = self.parts.layouts[0].size
+        except MessageError as error:  # whose rank the fingerprint field then holds, or W if it is unknown
+            blamed = self.world_size if error.rank is None else error.rank
+            announced = header.flags & (NEW_LAYOUT | NONFINITE)  # the owner's own flags, which all ranks must see
+            head = replace(header, flags=REFUSED | announced, fingerprint=blamed)
+        size = self.layouts[0].size
         return exchange.all_gather(pack_message(head, *pack_sections(planes), size=size, device=self.device))
 
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         found, wrong = [], []
-        for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
+        for body_B, layout in zip(bodies_WB, self.layouts, strict=True):
             answers, faults = layout.decode(body_B.unsqueeze(0), self.devices)
             found.append(answers)
             wrong.append(count_faults(faults, bodies_WB[:1]))
         return _by_chunk_group(found), torch.cat(wrong)
 
     def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
-        flags = check_headers(result.headers, expected, self.parts.layouts[0].size, answers=True)
+        flags = check_headers(result.headers, expected, self.layouts[0].size, answers=True)
         if flags & NONFINITE:
             return flags, []
         if result.decoded is not None:
             return flags, result.decoded
         rows = result.messages[:, HEADER_BYTES:].split(1)
-        owners = enumerate(zip(self.parts.layouts, rows, strict=True))
+        owners = enumerate(zip(self.layouts, rows, strict=True))
         return flags, _by_chunk_group([layout.checked(body, owner) for owner, (layout, body) in owners])
 
     def apply(self, decoded: Decoded, round_number: int) -> None:
@@ -150,48 +151,30 @@ def _by_chunk_group(answers: list[Decoded]) -> Decoded:
     return [Coefficients.cat(spans, dim=1) for spans in zip(*answers, strict=True)]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The chunks of `sections`, divided among `world_size` owners: each owns a span of every section."""
+def divided(sections: tuple[Section, ...], world_size: int) -> list[list[slice]]:
+    """Returns the chunks of each section that an owner owns, whole granules, by owner.
 
-    sections: tuple[Section, ...]
-    world_size: int
-
-    @cached_property
-    def spans(self) -> list[list[slice]]:
-        """The chunks of each section that an owner owns, whole granules, by owner.
-
-        The granules of all sections lie end to end, each as long as its elements. An owner's span ends at the boundary
-        nearest to the end of its 1/W of the total, so that parts differ by a granule at most.
-        """
-        sizes = [SIGN_GRANULE * section.length for section in self.sections]  # of a granule
-        counts = [-(-section.chunks // SIGN_GRANULE) for section in self.sections]
-        total = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        ends = [total * owner // self.world_size for owner in range(self.world_size + 1)]
-        spans, begin = [], 0
-        for section, size, count in zip(self.sections, sizes, counts, strict=True):
-            nearest = [max((end - begin + size // 2) // size, 0) for end in ends]
-            bounds = [min(number * SIGN_GRANULE, section.chunks) for number in nearest]
-            spans.append([slice(start, stop) for start, stop in pairwise(bounds)])
-            begin += count * size
-        return [[each[owner] for each in spans] for owner in range(self.world_size)]
-
-    @cached_property
-    def layouts(self) -> list[Layout]:
-        """The layout of the part for each owner; all parts have the same length."""
-        found = []
-        for spans in self.spans:
-            parts = [
-                replace(section, chunks=span.stop - span.start)
-                for section, span in zip(self.sections, spans, strict=True)
-            ]
-            found.append(Layout(tuple(parts)))
-        least = max(layout.size for layout in found)
-        return [replace(layout, least=least) for layout in found]
+    The granules of all sections lie end to end, each as long as its elements. An owner's span ends at the boundary
+    nearest to the end of its 1/W of the total, so that parts differ by a granule at most.
+    """
+    sizes = [SIGN_GRANULE * section.length for section in sections]  # of a granule
+    counts = [-(-section.chunks // SIGN_GRANULE) for section in sections]
+    total = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    ends = [total * owner // world_size for owner in range(world_size + 1)]
+    spans, begin = [], 0
+    for section, size, count in zip(sections, sizes, counts, strict=True):
+        nearest = [max((end - begin + size // 2) // size, 0) for end in ends]
+        bounds = [min(number * SIGN_GRANULE, section.chunks) for number in nearest]
+        spans.append([slice(start, stop) for start, stop in pairwise(bounds)])
+        begin += count * size
+    return [[each[owner] for each in spans] for owner in range(world_size)]
 
 
-def refusing(header: Header, error: MessageError) -> Header:
-    """Returns the header of an owner that refuses a message; its fingerprint field holds that rank, or W if unknown."""
-    blamed = header.world_size if error.rank is None else error.rank
-    announced = header.flags & (NEW_LAYOUT | NONFINITE)  # the owner's own flags, which all ranks must see
-    return replace(header, flags=REFUSED | announced, fingerprint=blamed)
+def layouts_of(sections: tuple[Section, ...], spans_of: list[list[slice]]) -> list[Layout]:
+    """Returns the layout of the part for each owner; all parts have the same length."""
+    found = []
+    for spans in spans_of:
+        pairs = zip(sections, spans, strict=True)
+        found.append(Layout(tuple(replace(section, chunks=span.stop - span.start) for section, span in pairs)))
+    least = max(layout.size for layout in found)
+    return [replace(layout, least=least) for layout in found]

@@ -181,7 +181,6 @@ class Replicator:
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
         return self.session.exchange.rank, self.session.exchange.world_size
 
     @property
@@ -196,22 +195,20 @@ class Replicator:
 
     def header(self, wiring: Wiring) -> Header:
         """Returns the header of this rank's next message, without flags."""
-        inputs = wiring.inputs
-        settings = digest(repr([*wiring.texts, *inputs.options.config_facts()]))  # all that ranks must share
+        inputs, texts = wiring.inputs, [each.texts for each in wiring.settings]
+        settings = digest(repr([*texts, *inputs.options.config_facts()]))  # all that ranks must share
         settings = settings & ~OPTIMIZER | self.session.optimizer_number
         digests = wiring.route.layout.digest, settings
         return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
 
     def require_gather(self) -> None:
-        """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
-        options = self.options
-        if self.wiring().route.has_owner_errors and options.route == "owner":
+        """Makes route "auto" mean "gather"; ValueError for "owner", where a lost worker takes an error along."""
+        if self.options.route == "owner":
             raise ValueError(
                 "with workers that come and go every worker reads every message, because an owner that leaves takes "
                 "its error along; use route 'gather' or 'auto', not 'owner'"
             )
-        if options.route == "auto":
-            self.options = replace(options, route="gather")
+        self.options = replace(self.options, route="gather")
 
     def require_idle(self, wanted: str) -> None:
         """Raises RuntimeError between extract and apply."""
@@ -477,20 +474,15 @@ class Replicator:
                     extracted.set()
                 messages = self._travel(current, exchange)
                 if current.outcome is None:
-                    current.result = self._read_ahead(current, messages)
+                    with suppress(DemoptError):  # something is wrong with them, which `exchange` and `apply` find
+                        result = read_result(current.wiring.route, messages)
+                        current.result = result if handshake_due(result.headers) else self._decoded(current, result)
                 return messages
 
         current.extracted = extracted
         with uninterrupted():
             self.round = current
             current.work = self.session.submit(work, None)
-
-    def _read_ahead(self, current: Round, messages: Tensor) -> Result | None:
-        """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
-        with suppress(DemoptError):
-            result = read_result(current.wiring.route, messages)
-            return result if handshake_due(result.headers) else self._decoded(current, result)
-        return None
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""

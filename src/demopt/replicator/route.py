@@ -46,7 +46,6 @@ class Result:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors in it."""
         yield self.messages
         for part in self.decoded or ():
             yield from (each for each in vars(part).values() if isinstance(each, Tensor))
@@ -61,8 +60,6 @@ class Route(ABC):
     """
 
     name: ClassVar[str]  #: as users write it
-    collectives: ClassVar[int]  #: calls per round
-    has_owner_errors: ClassVar[bool] = False  #: whether ranks keep a state of their own: `owner_state`
     least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
@@ -150,7 +147,6 @@ class Gather(Route):
     """One all_gather; the messages themselves are the result. In a folder, any number of them."""
 
     name = "gather"
-    collectives = 1
 
     @cached_property
     def widths(self) -> tuple[int, int]:

@@ -104,7 +104,6 @@ class Wiring:
     groups: list[dict[str, Any]]
     parameters: list[Tensor]  # of all groups, in order
     settings: list[Hyperparameters]
-    texts: list[dict[str, str]]  # of these
     chunk_groups: tuple[ChunkGroup, ...]
     route: Route
     reason: str  # for the choice of route
@@ -142,8 +141,8 @@ class Wiring:
         options = self.inputs.options
         facts = {"route": options.route, "fingerprint_every": str(options.fingerprint_every)}
         facts |= {"delay": str(int(options.background)), **dict(options.config_facts()), "wire version": str(VERSION)}
-        for number, texts in enumerate(self.texts):
-            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in texts.items()}
+        for number, settings in enumerate(self.settings):
+            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts.items()}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
@@ -170,7 +169,6 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     """Makes the wiring, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid."""
     options = inputs.options
     settings = [Hyperparameters.of(group) for group in groups]
-    texts = [each.texts() for each in settings]
     for each, group in zip(settings, groups, strict=True):
         check_matrices(each.update, group["params"])
     if before is not None:
@@ -180,13 +178,12 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
             # take the new settings; and since the route is the same object, the ranks need no new handshake.
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.param_group]
-            return replace(before, inputs=inputs, settings=settings, texts=texts)
+            return replace(before, inputs=inputs, settings=settings)
     grouped = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     chunk_groups = build(grouped, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
     parameters = [parameter for _, parameter in grouped]
-    rest = reason, shard_groups(parameters)
-    return Wiring(inputs, groups, parameters, settings, texts, tuple(chunk_groups), route, *rest)
+    return Wiring(inputs, groups, parameters, settings, tuple(chunk_groups), route, reason, shard_groups(parameters))
 
 
 def make_route(
