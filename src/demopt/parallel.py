@@ -104,9 +104,11 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:
     """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
     if not any(state is unsync for _, state in model._comm_hooks):
         try:
-            model.register_comm_hook(unsync, _send_nothing)  # the state, unsync, marks the hook as this one
+            model.register_comm_hook(unsync, noop_hook)  # the state, unsync, marks the hook as this one
         except RuntimeError as error:
             raise ValueError(
                 "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
@@ -117,13 +119,6 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
         model.register_forward_pre_hook(_refuse_join)
     model.require_forward_param_sync = False
     model.broadcast_buffers = False
-
-
-def _send_nothing(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def] # torch looks
-    del state
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _refuse_join(model: DistributedDataParallel, _: Any) -> None:

@@ -240,11 +240,10 @@ def of_config(config: TrainConfig) -> Model:
     """Returns the parameters of the decoder that `demopt train` would build."""
     import torch
 
-    from demopt.train.data import BYTE_VOCABULARY
     from demopt.train.model import build, count_parameters
 
     with torch.device("meta"):
-        module = build(dataclasses.replace(config, vocab_size=config.vocab_size or BYTE_VOCABULARY))
+        module = build(config)
     return Model(config.model or config.preset, module, count_parameters(module))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_parameters
@@ -135,7 +136,9 @@ class InnerOptimizers:
         """Drops the state, which may not be finite."""
         for each, had_state in zip(self.optimizers, self._had_state, strict=True):
             if had_state:  # it would not make one again
-                _zero(each.state)
+                for value in tree_leaves(dict(each.state)):
+                    if isinstance(value, Tensor):
+                        to_local(value).zero_()
             else:
                 each.state.clear()
         for settings in self._settings:
@@ -293,18 +296,6 @@ def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
         return {**found["state"]}, {**found["rest"]}
     except Exception as error:  # it may hold anything
         raise ValueError(f"the state is damaged: its entry {BESIDE!r} cannot be read: {first_line(error)}") from None
-
-
-def _zero(state: Any) -> None:
-    """Sets all tensors in an optimizer's state to zero, also those in lists and dicts."""
-    if isinstance(state, Tensor):
-        to_local(state).zero_()
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            _zero(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            _zero(value)
 
 
 def _checked(given: Any) -> list[torch.optim.Optimizer]:

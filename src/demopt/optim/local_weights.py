@@ -85,7 +85,6 @@ class LocalWeights:
         return bool(self.start_of)
 
     def fingerprint(self) -> int:
-        """Returns a hash of this rank's local weights."""
         return fingerprint(self.here([to_local(each.detach()) for each in self.parameters]))
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -210,7 +209,6 @@ class LocalWeights:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """The context in which the model has the global weights."""
         if self.aside or not self.global_of:
             yield
             return

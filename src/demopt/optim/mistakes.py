@@ -220,7 +220,6 @@ class Mistakes:
             )
 
     def look_at_evaluation(self) -> None:
-        """The model runs in eval()."""
         optimizer = self._optimizer
         if optimizer.weights_differ and not optimizer._weights.aside:
             optimizer.warn_once(
@@ -231,7 +230,6 @@ class Mistakes:
             )
 
     def look_at_saving(self) -> None:
-        """A state is saved."""
         if self._optimizer.weights_differ and not self._optimizer._weights.aside:
             self._optimizer.warn_once(
                 "saved",

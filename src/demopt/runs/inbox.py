@@ -76,7 +76,6 @@ class Inbox:
         self._others: set[str] = set()  # hellos that are none
 
     def look(self) -> None:
-        """Lists the round's objects."""
         now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
         self.undecided_at = self.undecided_at if self.seen.has_manifest else now
 
@@ -146,7 +145,6 @@ class Inbox:
         return max(since + min(slack * seconds, LONGEST), began + min(slack * claimed, LONGEST))
 
     def draft(self, author: Envelope) -> Manifest:
-        """Returns a manifest of all that was read."""
         hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
         return log.draft(author, self._attached.decided, self.valid, self.refused, hellos)
 
@@ -191,7 +189,6 @@ def envelope_of(attached: Attached, message: Tensor) -> Envelope:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Returns the bytes of a tensor."""
     held = tensor.detach().cpu().contiguous()
     return ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
 

@@ -84,7 +84,6 @@ class Envelope:
     reads: Reads | None = None
 
     def packed(self) -> bytes:
-        """Returns the object: a line of JSON, then the body."""
         head = asdict(self)
         del head["body"]
         return json.dumps(head).encode() + b"\n" + self.body
@@ -92,8 +91,6 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Sender:
-    """An entry of a manifest."""
-
     worker: str
     digest: str  # of the whole object
     samples: int  # for people: the message's header weighs it
@@ -221,7 +218,6 @@ def _reading(
 
 
 def folder_of(number: int) -> str:
-    """Returns the folder of a round."""
     return f"rounds/{number:08d}"
 
 
@@ -252,7 +248,6 @@ def check_races(store: Store, record: Record, together: Callable[[list[Callable[
 
 
 def look(store: Store, number: int) -> Seen:
-    """Returns the present objects of a round."""
     names = store.list(folder_of(number))
     found: dict[str, set[str]] = {"message": set(), "hello": set()}
     for piece in filter(None, map(_PIECE.fullmatch, names)):
@@ -276,7 +271,6 @@ def read_stop(store: Store, run: str) -> bytes | None:
 
 
 def hello_name(number: int, worker: str) -> str:
-    """Returns the name of a worker's hello to a round."""
     return f"{folder_of(number)}/{worker}.hello"
 
 
@@ -296,7 +290,6 @@ def read_hello(store: Store, number: int, run: str, worker: str) -> float | None
 
 
 def message_name(number: int, worker: str) -> str:
-    """Returns the name of a worker's message."""
     return f"{folder_of(number)}/{worker}.message"
 
 
@@ -318,7 +311,6 @@ def read_message(name: str, data: bytes, run: str, number: int | None = None, wo
 
 
 def manifest_name(number: int) -> str:
-    """Returns the name of a round's manifest."""
     return f"{folder_of(number)}/manifest"
 
 

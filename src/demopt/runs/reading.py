@@ -107,7 +107,6 @@ def reads_of(name: str, value: Any) -> Reads:
 
 
 def count(spans: Iterable[Span]) -> int:
-    """Returns how many numbers spans have."""
     return sum(last - first for first, last in spans)
 
 
@@ -124,7 +123,6 @@ def sequence_at(number: int, sequences: int, seed: int) -> int:
 
 @lru_cache(2)  # a round may span a border
 def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
-    """Returns an epoch's order."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
     return torch.randperm(sequences, generator=generator, device="cpu")
 

@@ -262,7 +262,6 @@ def read_run(out: Path) -> Given:
 
 
 def read_file(path: Path) -> Given:
-    """Reads settings from a JSON file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -322,7 +321,6 @@ class Preset:
     family: str = "llama"
 
     def describe(self) -> str:
-        """Returns a line for the help text."""
         rows = f", {self.vocab_size:,} tokens" if self.vocab_size else ""
         return f"{self.layers} layers, width {self.width}, {self.heads} heads, sequence {self.sequence}{rows}"
 
@@ -345,6 +343,7 @@ DEFAULTS: dict[str, Given] = {
 }
 RULE_DEFAULTS: dict[str, Given] = {"muon": {"momentum": 0.95, "lr": 0.02}, "sgd": {"lr": 32.0}, "nesterov": {"lr": 1.0}}
 STEPS = 800
+BYTE_VOCABULARY = 256
 SHAPE = ("layers", "width", "heads", "mlp")  # of a fresh model
 # Of the rate for fresh weights, so that a model keeps what it knows: a convention (laboratory/LOG.md, 2026-11-25).
 TUNING_SHARE, ADAPTER_SHARE = 0.1, 0.3

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from demopt.errors import DemoptError, first_line
 from demopt.runs.reading import sequence_at
-from demopt.train.config import InputError, TrainConfig
+from demopt.train.config import BYTE_VOCABULARY, InputError, TrainConfig
 
 ANSWERER = "assistant"
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -31,7 +31,6 @@ COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
-BYTE_VOCABULARY = 256
 MOST_TOKEN = 2**24  # a larger number is no token: no vocabulary is so large
 ENCODED_AT_ONCE = 256  # documents
 

@@ -1,6 +1,5 @@
 """A run's optimizer (LocalDeMo, DeMo, or AdamW with DDP), the cost of its steps, and a worker's memory."""
 
-import dataclasses
 import importlib.util
 import os
 import time
@@ -21,7 +20,6 @@ from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
-from demopt.train.data import BYTE_VOCABULARY
 from demopt.train.model import autocasts, build, count_parameters
 from demopt.train.out import Row
 from demopt.train.team import Team
@@ -165,7 +163,6 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
     else:
         return
     what = f"--model {config.model}" if config.model else f"--preset {config.preset}"
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or BYTE_VOCABULARY)
     with torch.device("meta"):
         model = build(config)
     try:

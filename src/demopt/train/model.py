@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from demopt.errors import first_line
-from demopt.train.config import PRESETS, InputError, TrainConfig, read_file
+from demopt.train.config import BYTE_VOCABULARY, PRESETS, InputError, TrainConfig, read_file
 
 ALPHA = 2  # of LoRA, times the rank: the factor of the adapters
 
@@ -60,7 +60,7 @@ def _fresh(config: TrainConfig) -> nn.Module:
 
     family = {"llama": LlamaConfig, "olmo": OlmoConfig}[PRESETS[config.preset].family]
     shape: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
+        "vocab_size": config.vocab_size or BYTE_VOCABULARY,  # before the text is read
         "hidden_size": config.width,
         "intermediate_size": config.mlp,
         "num_hidden_layers": config.layers,

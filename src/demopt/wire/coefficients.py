@@ -183,13 +183,8 @@ class Strongest(Coefficients):
         return kernels.received_strongest(self.positions, self.numbers, self.codes, largest_level, reduction)
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
-        if self.codes is None:
-            negative_WCK = -self.numbers
-        else:
-            negative_WCK = self.numbers * scale_of(self.codes, negative=True).unsqueeze(-1)
-        negative_CK = negative_WCK[0].to(momentum_CN.dtype)
-        positions_CK = self.positions[0].to(torch.int64)
-        momentum_CN.scatter_add_(1, positions_CK, negative_CK if alpha == 1 else negative_CK.mul_(alpha))
+        sent_CK = self.values[0].to(momentum_CN.dtype)
+        momentum_CN.scatter_add_(1, self.positions[0].to(torch.int64), sent_CK * -alpha)
 
 
 @dataclass(frozen=True)

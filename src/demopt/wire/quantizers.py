@@ -103,19 +103,18 @@ def _nearest_codes(device: torch.device) -> Tensor:
     return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
-def scale_of(codes: Tensor, negative: bool = False) -> Tensor:
-    """Returns the float32 scale of each code, or minus the scale; NaN for codes that no encoder writes."""
-    return _scales(codes.device, negative)[codes.to(torch.int64)]
+def scale_of(codes: Tensor) -> Tensor:
+    """Returns the float32 scale of each code; NaN for codes that no encoder writes."""
+    return _scales(codes.device)[codes.to(torch.int64)]
 
 
 @functools.lru_cache(maxsize=16)
-def _scales(device: torch.device, negative: bool) -> Tensor:
+def _scales(device: torch.device) -> Tensor:
     """Returns the scale of every code: a look-up is one operation, where computing it takes several."""
     codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32, device="cpu")
     scales = (codes << _SCALE_SHIFT).view(torch.float32)
     unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << MANTISSA_BITS)
-    scales = scales.masked_fill(unknown, float("nan")).to(device)
-    return -scales if negative else scales
+    return scales.masked_fill(unknown, float("nan")).to(device)
 
 
 QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
