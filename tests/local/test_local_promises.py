@@ -107,6 +107,7 @@ def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_
     def loads(exchange: Exchange, delay: int) -> None:
         optimizer = make(exchange, delay=delay)
         train(optimizer, range(6), exchange.rank)
+        optimizer.inner[0].add_param_group({"params": problems.parameters([(3,)])})
         _load(optimizer, 0.25 * exchange.rank)
         optimizer.resync(src=1, model=True)
         with optimizer.shared():
@@ -269,6 +270,10 @@ def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts()
     optimizer.step()
     assert optimizer.local_steps == 1
     assert problems.same(problems.values(optimizer), ends[1])
+    optimizer.zero_grad()
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()  # without a gradient to unscale
+    assert optimizer.local_steps == 0
 
 
 def test_bfloat16_parameters_have_float32_global_weights_and_error():

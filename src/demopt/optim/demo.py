@@ -203,6 +203,7 @@ class DeMo(ReplicatedOptimizer):
         Ranks of a node that hold copies of a parameter all take those of the first, with its momentum.
         """
         self._all_states = None
+        self._follow_state()
         self.replicator.resync(src)
 
     @unrecorded

@@ -317,7 +317,7 @@ class LocalDeMo(ReplicatedOptimizer):
         else:
             self.mistakes.look_at_loaded()
             self.mistakes.look_at_replaced()
-        loaded = [parameter.detach().clone() for parameter in self._weights.parameters] if model else []
+        loaded = [p.detach().clone() for group in self.param_groups for p in group["params"]] if model else []
         self.flush()
         self._follow_inner()
         self._weights.begin()
@@ -429,13 +429,11 @@ class LocalDeMo(ReplicatedOptimizer):
     def _take_gradients(self, unscale: float | None) -> bool:
         """Averages gradients inside a node and removes GradScaler's scale; returns whether that could be done."""
         gradients, left = self.replicator.gradients(self._weights.parameters, unscale)
-        finite = left is None or math.isfinite(left)
-        if left is not None and finite:
-            torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left)
+        finite, present = left is None or math.isfinite(left), [each for each in gradients if each is not None]
+        if left is not None and finite and present:
+            torch._foreach_mul_(present, left)
         if self.replicator.session.compares_gradients:
-            self.replicator.session.note_gradients(
-                self._weights.here([gradient for gradient in gradients if gradient is not None])
-            )
+            self.replicator.session.note_gradients(self._weights.here(present))
         self._note_gradients(gradients)
         return finite
 

@@ -510,7 +510,7 @@ class Replicator:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
-        if unscale is not None and not math.isnan(unscale):  # which an infinite gradient stays without
+        if present and unscale is not None and not math.isnan(unscale):  # which an infinite gradient stays without
             torch._foreach_mul_(present, unscale)  # ranks of a node may have different scales
         average(present, exchange.intra_node)
         infinite = unscale is not None and not all_usable(present)  # the same in the whole node
