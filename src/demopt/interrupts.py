@@ -1,4 +1,4 @@
-"""Interrupts that wait: Ctrl-C raises an exception between any two instructions, and half a round may be applied."""
+"""Signals that wait: a handler runs between any two instructions, raises or saves, and half a round may be applied."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """The context in which SIGINT and SIGTERM wait: their handlers, which may raise, run at its end.
+    """The context in which signals wait: their handlers, which may raise, run at its end.
 
     Only the main thread runs handlers; in others there is nothing to do.
 
@@ -19,7 +19,7 @@ def uninterrupted() -> Iterator[None]:
     """
     handlers, came = dict[int, Any](), list[tuple[int, Any]]()
     if threading.current_thread() is threading.main_thread():
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
     try:
         for number in handlers:

@@ -1,5 +1,6 @@
 """Ctrl-C at any line of the library leaves no round half applied: every step counts once, and no worker forks."""
 
+import copy
 import random
 import signal
 import sys
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from workers import EXACTLY, AtOnce, Counter, replayed, times_applied
+from workers import EXACTLY, AtOnce, Counter, at_first, replayed, times_applied
 
 import demopt
 from demopt.exchange import SingleRank
 from demopt.interrupts import uninterrupted
+from demopt.replicator.replicator import Replicator
+from demopt.replicator.session import Session
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
 
@@ -76,6 +79,31 @@ def _interrupted(delay: int, at: float) -> int:
     assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that out
     assert weights_digest(workers[0].optimizer.replicator) == replayed(store)[-1], at
     return ctrl_c.lines
+
+
+@pytest.mark.parametrize(("delay", "inside"), [(0, (Replicator, "_count_skips")), (1, (Session, "submit"))])
+@pytest.mark.usefixtures("still")
+def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, inside, monkeypatch):
+    def saved(number: int, _: Any) -> None:
+        states.append(copy.deepcopy(workers[1].optimizer.own_state_dict()))
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit
+
+    store, states, call = ObjectStore(), list[Any](), getattr(*inside)
+    workers = [Counter(store, number, delay) for number in range(2)]
+    for taken in range(4):
+        workers[0].step()
+        if taken == 3:
+            signal.signal(signal.SIGUSR1, saved)
+            signalled = lambda *given: (call(*given), signal.raise_signal(signal.SIGUSR1))[0]  # noqa: E731
+            monkeypatch.setattr(*inside, at_first(signalled, call))
+            with pytest.raises(SystemExit):
+                workers[1].step()
+        else:
+            workers[1].step()
+    workers[1] = Counter(store, 1, delay, *states)
+    workers[1].taken = 4
+    assert times_applied(store, workers) == [[1.0] * 4] * 2
 
 
 def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later() -> None:

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -324,10 +325,10 @@ class LocalDeMo(ReplicatedOptimizer):
         if model:
             self._weights.take(loaded)
         try:
+            self.local_steps = 0
             self._rounds.resync(src)
         finally:
             self._weights.adopt()  # the global weights may have moved even if the rest failed
-        self.local_steps = 0
 
     @unrecorded
     def regroup(self, process_group: Any) -> None:
@@ -451,17 +452,16 @@ class LocalDeMo(ReplicatedOptimizer):
             number = int(self.replicator.round_number)
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
+                settle = partial(self._set_weights, current.finite)
                 if not background:
-                    self._rounds.exchange_and_apply()
+                    self._rounds.exchange_and_apply(settle)
                 elif current.work is None:
-                    self.replicator.send()
-                self._set_weights(current.finite)
+                    self.replicator.send(settle)
             except BaseException:
-                if (abandoned := self.replicator.round or current) is not None:  # otherwise D is not in the error
-                    if self.replicator.in_flight or int(self.replicator.round_number) > number:
-                        self._set_weights(abandoned.finite)  # an interrupt came when the round was sent, or applied
-                    else:
-                        self._keep_weights(abandoned.finite)
+                abandoned = self.replicator.round or current  # None: D is not in the error
+                ended = self.replicator.in_flight or int(self.replicator.round_number) > number  # sent, or applied
+                if abandoned is not None and not ended:
+                    self._keep_weights(abandoned.finite)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             self.replicator.stats = sent = self.replicator.stats.after(sent)
@@ -501,7 +501,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.look_at_loaded()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
-            self.replicator.extract_and_send(starts, minus=weights)  # while the device takes the next steps
+            self.replicator.extract_and_send(starts, weights, self._set_weights)  # while the device takes more steps
         else:
             self.replicator.extract(starts, minus=weights)
         current = self.replicator.round

@@ -20,7 +20,7 @@ Shapes: W ranks, B bytes in a message.
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -444,8 +444,11 @@ class Replicator:
 
     # Phases 1 and 2 in the background, while this rank computes
 
-    def send(self) -> None:
-        """Step 5, begun: the message travels in the background until `exchange`; an error forgets the round."""
+    def send(self, settle: Callable[[], None] = lambda: None) -> None:
+        """Step 5, begun: the message travels in the background until `exchange`; an error forgets the round.
+
+        `settle`: see `Rounds.exchange_and_apply`.
+        """
         current = self._current()
         try:
             self.session.agree(current.wiring, self.header)
@@ -455,8 +458,9 @@ class Replicator:
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         with uninterrupted():
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
+            settle()
 
-    def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
+    def extract_and_send(self, gradients: Gradients, minus: Gradients, settle: Callable[[bool], None]) -> None:
         """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
 
         For tensors of the host that nothing writes before then.
@@ -483,6 +487,7 @@ class Replicator:
         with uninterrupted():
             self.round = current
             current.work = self.session.submit(work, None)
+            settle(current.finite)
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""

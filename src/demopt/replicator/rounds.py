@@ -16,6 +16,7 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, MessageError
 from demopt.exchange import Meter
+from demopt.interrupts import uninterrupted
 from demopt.replicator.route import Result, read_result
 from demopt.replicator.wiring import Wiring
 from demopt.wire.coefficients import Coefficients
@@ -136,10 +137,16 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
-    def exchange_and_apply(self) -> None:
-        """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""
+    def exchange_and_apply(self, settle: Callable[[], None] = lambda: None) -> None:
+        """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight.
+
+        `settle` then moves the local weights, before any handler of a signal can see both.
+        """
         try:
-            self.replicator.apply(self.replicator.exchange())
+            messages = self.replicator.exchange()
+            with uninterrupted():
+                self.replicator.apply(messages)
+                settle()
         except BaseException:
             if not self.replicator.in_flight:
                 self.replicator.rollback()

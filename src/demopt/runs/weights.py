@@ -283,7 +283,7 @@ class FolderRounds(Rounds):
     def is_open(self) -> bool:
         return self._open is not None or self.replicator.in_flight
 
-    def exchange_and_apply(self) -> None:
+    def exchange_and_apply(self, settle: Callable[[], None] = lambda: None) -> None:
         """Exchanges and applies the round, then maybe writes a checkpoint; errors may leave the round open."""
         replicator, current = self.replicator, self._open or self.replicator.round
         assert current is not None
@@ -293,21 +293,26 @@ class FolderRounds(Rounds):
             with uninterrupted():  # so that `decided` is the manifest of the weights
                 replicator.apply(messages)
                 outcome = self._end_round(current)
+                settle()
         except (CoveredError, DriftError) as error:
             # `exchange` has noted the outcome: if it has a row, this worker's message leaves the error. Weights and
             # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
             # weights have drifted.
-            replicator.mark_applied()
-            # Without a row nothing has left it, which is the same here: that manifest does not list this worker.
-            if current.in_momentum:  # otherwise the message is later than a state: see `_drop_if_sent_later`
-                self._error_ahead_in = self._number
-            if isinstance(error, DriftError):
-                raise
-            outcome = self._end_round(current)
+            with uninterrupted():
+                replicator.mark_applied()
+                # Without a row nothing has left it, which is the same here: that manifest does not list this worker.
+                if current.in_momentum:  # otherwise the message is later than a state: see `_drop_if_sent_later`
+                    self._error_ahead_in = self._number
+                if isinstance(error, DriftError):
+                    raise
+                outcome = self._end_round(current)
+                settle()
         except ForkedError as error:
-            replicator.rollback()
+            with uninterrupted():
+                replicator.rollback()
+                settle()
             self._leave_fork(error, log.digest_of(self.run.decided))
-            self.is_behind = True  # LocalDeMo then adopts the weights of now, and catches up
+            self.is_behind = True  # LocalDeMo then catches up, and adopts the weights of now
             return
         except BaseException:
             if not replicator.in_flight:
