@@ -243,18 +243,6 @@ def test_two_levels_may_have_two_backends():
     assert devices == ["meta"] * 4
 
 
-def _train(rank: int, world_size: int, settings: dict[str, Any], exchange: Any = None) -> problems.History:
-    return problems.train(problems.demo(exchange, dtype=torch.float64, **settings), range(4))
-
-
-@pytest.mark.parametrize("settings", [{}, {"values": "float32", "reduction": "mean", "update": "sgd"}], ids=str)
-def test_demo_without_group_equals_group_of_one(settings):
-    assert not dist.is_initialized()
-    without = _train(0, 1, settings)
-    assert problems.same_history(without, ranks.run(_train, 1, settings)[0])
-    assert problems.same_history(without, _train(0, 1, settings, SingleRank()))
-
-
 def test_demo_warns_a_launched_rank_without_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -107,12 +107,13 @@ def assert_reproduced(golden: dict[str, Tensor], ran: dict[str, Tensor], zeros: 
 def test_demo_and_the_oracle_reproduce_the_golden_history(case, world_size):
     """Only with K = 1 has U zeros in exact arithmetic, and few."""
     golden, (of_oracle, zeros) = load(case, world_size), oracle_history(case, world_size)
-    results = [reproduce(0, 1, case)] if world_size == 1 else ranks.run(reproduce, world_size, case)
+    results = ranks.run(reproduce, world_size, case)
     for rank, ran in enumerate(results):
         assert_reproduced(golden, ran, zeros, rank)
         assert_reproduced(golden, of_oracle[rank], zeros, rank)
         assert ran["fingerprints"] == results[0]["fingerprints"]
         assert ran["bytes_sent"] == golden["bytes_sent"].tolist()
+    assert world_size > 1 or reproduce(0, 1, case)["fingerprints"] == results[0]["fingerprints"], "without a group"
     undecided = torch.cat([of_steps.flatten() for of_steps in zeros.values()])
     assert bool(undecided.any()) == (case == "k1")
     assert float(undecided.double().mean()) < 0.02

@@ -54,12 +54,14 @@ def test_closure_failure_sends_and_changes_nothing():
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_frozen_parameter_with_a_gradient_is_told_of_once_because_others_would_train_it(kind):
+    """Also with one that is not finite."""
     optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW))
     parameter, heard = problems.all_parameters(optimizer)[0], list[str]()
     for _ in range(2):
-        problems.set_gradients([parameter], 0)
+        parameter.grad = torch.full_like(parameter, torch.nan)
         parameter.requires_grad_(False)
         told = problems.warned(optimizer.step)
+        assert not optimizer.stats.skipped, "it is dropped"
         optimizer.zero_grad()
         parameter.requires_grad_(True)
         heard += [text for text in told if "freeze it after step()" in text]

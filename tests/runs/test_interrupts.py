@@ -4,6 +4,7 @@ import copy
 import random
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -68,10 +69,7 @@ def _interrupted(delay: int, at: float) -> int:
     ctrl_c = CtrlC(at)
     for taken in range(8):
         for worker in workers:
-            if worker.number == 0 and taken in (3, 4):
-                with ctrl_c:
-                    worker.step()
-            else:
+            with ctrl_c if worker.number == 0 and taken in (3, 4) else nullcontext():
                 worker.step()
     times = times_applied(store, workers)
     assert times[1] == [1.0] * 8, at
@@ -115,10 +113,7 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
         for step in range(4):
             parameter.grad = torch.zeros_like(parameter)
             parameter.grad[step] = 1.0
-            if step == 1:
-                with ctrl_c:
-                    optimizer.step()
-            else:
+            with ctrl_c if step == 1 else nullcontext():
                 optimizer.step()
         assert -parameter[1].item() in (0.0, 0.25, 0.5), at  # half if the momentum kept it for the step after
         assert (-parameter[[0, 2, 3]]).tolist() == [0.5] * 3, at
