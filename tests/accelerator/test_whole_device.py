@@ -4,6 +4,8 @@ And the rest of the library: buffers, checkpoints, folders, memory, waits, and s
 """
 
 import copy
+import functools
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from demopt.wire.message import HEADER_BYTES, pack_message
 from laboratory import gpu
 
 STEPS = 6
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
 DRAWING = threading.Lock()
 
 
@@ -104,26 +107,30 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:
-    settings = {"chunk": 16, "kernels": "torch", "process_group": exchange, **CASES[case]}
+def optimizer_of(case: str, model: Small, exchange: Exchange, **more: Any) -> Any:
+    usual = {"chunk": 16, "kernels": "torch", "fingerprint_every": 1, "process_group": exchange}
+    settings = {**usual, **CASES[case], **more}
     matrices = [p for p in model.layers.parameters() if p.dim() == 2] if "muon" in case else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     if case.startswith("LocalDeMo"):
-        inner: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-2, foreach=True)]
+        inner: list[torch.optim.Optimizer] = [adamw(others)]
         inner += [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
-        return demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **settings)
+        return demopt.LocalDeMo(inner, sync_every=2, **settings)
     groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}] if matrices else others
-    base = {"top_k": 24, "momentum_decay": 0.9, "lr": 0.01, "fingerprint_every": 2}
+    base = {"top_k": 24, "momentum_decay": 0.9, "lr": 0.01}
     return demopt.DeMo(groups, **{**base, **settings})
 
 
-def train(exchange: Exchange, device: str, case: str, steps: int = STEPS) -> tuple[Any, Any]:
-    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
+def small(device: str, dtype: torch.dtype) -> Small:
     with DRAWING:  # threads share a generator
         torch.manual_seed(0)
-        model = Small().to(device, dtype)
+        return Small().to(device, dtype)
+
+
+def train(exchange: Exchange, device: str, case: str, steps: int = STEPS, **more: Any) -> tuple[Any, Any]:
+    model = small(device, getattr(torch, re.search("bfloat16|float64|$", case)[0] or "float32"))
     assert not model.convolution.weight.is_contiguous()
-    optimizer = optimizer_of(case, model, exchange)
+    optimizer = optimizer_of(case, model, exchange, **more)
     for step in range(steps):
         fill(model, exchange.rank, step)
         optimizer.step()
@@ -398,29 +405,21 @@ def test_extra_memory_stays_in_bounds(on_toy, kind):
     assert at_most <= MOST[kind][2]
 
 
-WAITS = {"DeMo": 2, "DeMo muon": 2, "LocalDeMo": 2, "LocalDeMo owner": 3}
+WAITS = {"DeMo": 2, "DeMo, muon": 2, "LocalDeMo": 2, "LocalDeMo, owner": 3}
 
 
-def _waits(rank: int, world_size: int, name: str) -> list[int]:
-    """Of the third step of each of two ranks in threads, without the exchange itself."""
+def _waits(rank: int, world_size: int, case: str) -> list[int]:
+    """Of the fourth step of each of two ranks in threads, without the exchange itself, and fingerprints."""
 
     def uncounted(threads: Threads, combine: Callable[[Threads], None] = Threads._combine) -> None:
         with toy.counting(False):
             combine(threads)
 
     def work(exchange: Exchange) -> int:
-        params = [nn.Parameter(p.detach().to("toy")) for p in problems.parameters([(96, 64), (64, 64), (64, 200)])]
-        kind, _, more = name.partition(" ")
-        if kind == "DeMo":
-            optimizer = demopt.DeMo(params, update=more or "signum", process_group=exchange)
-        else:
-            inner = problems.SGD(params)
-            optimizer = demopt.LocalDeMo(inner, sync_every=1, route=more or "gather", process_group=exchange)
-        for step in range(3):
-            for number, parameter in enumerate(params):
-                parameter.grad = problems.draw(parameter.shape, step, exchange.rank, number).to("toy")
-            with toy.counting() as found:
-                optimizer.step()
+        model, optimizer = train(exchange, "toy", case, steps=3, fingerprint_every=0)
+        fill(model, exchange.rank, 3)
+        with toy.counting() as found:
+            optimizer.step()
         assert found["launches"] > 10  # or nothing was seen
         return found.get("syncs", 0)
 
@@ -428,18 +427,16 @@ def _waits(rank: int, world_size: int, name: str) -> list[int]:
         return Threads(2, timeout=300.0).run(work)
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy, name):
+@pytest.mark.parametrize("case", WAITS)
+def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy, case):
     """On route owner they arrive twice, and before it answers an owner must know on the host that all parts are whole.
 
     It must also know which of them are flagged, and their weights: that is the third.
     """
-    assert max(on_toy(_waits, 1, name)[0]) <= WAITS[name]
+    assert max(on_toy(_waits, 1, case)[0]) <= WAITS[case]
 
 
 # With its state on the host, LocalDeMo runs only copies on an accelerator
-
-SHAPES = [(64, 48), (33, 20), (70,), ()]
 
 
 def _launches(rank: int, world_size: int, case: str, dtype: torch.dtype) -> tuple[list[dict[str, int]], set[str]]:
@@ -448,20 +445,13 @@ def _launches(rank: int, world_size: int, case: str, dtype: torch.dtype) -> tupl
     def work(exchange: Exchange) -> list[dict[str, int]]:
         counts = []
         for wrapped in (True, False):
-            with DRAWING:
-                parameters = [nn.Parameter(problems.draw(shape, 1).to("toy", dtype)) for shape in SHAPES]
-            parameters.append(nn.Parameter(torch.ones(7, device="toy"), requires_grad=False))
-            inner = torch.optim.AdamW(parameters, lr=0.01, foreach=True)
-            optimizer = inner
-            if wrapped:
-                between = gpu.ThroughHost(exchange) if "delay" in case else exchange
-                more = {"chunk": 16, "process_group": between, **CASES[case]}
-                with toy.counting() as found:
-                    optimizer = demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **more)
-                counts.append(found)
+            model = small("toy", dtype)
+            between = gpu.ThroughHost(exchange) if "delay" in case else exchange
+            with toy.counting() as found:
+                optimizer = optimizer_of(case, model, between, kernels="auto") if wrapped else adamw(model.parameters())
+            counts.append(found)
             for step in range(4):
-                for parameter, shape in zip(parameters, SHAPES, strict=False):
-                    parameter.grad = problems.draw(shape, step, exchange.rank).to("toy", dtype)
+                fill(model, exchange.rank, step)
                 with toy.counting() as found:
                     optimizer.step()
                 counts.append(found)
@@ -488,8 +478,7 @@ def _kernels(counts: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("case", [case for case in MOST if "host" in case])
 def test_nothing_but_copies_runs_on_the_device(on_toy, case, dtype):
     ((counts, races),) = on_toy(_launches, 1, case, dtype)
-    built, *steps, looks = counts[:6]
-    alone = counts[6:]
+    (built, *steps, looks), alone = counts[:6], counts[7:]
     for mine, theirs in zip([built, *steps, looks], [{}, *alone, {}], strict=True):
         assert _kernels(mine) == _kernels(theirs)
     assert steps[1]["to host"] > 0
