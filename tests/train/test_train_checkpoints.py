@@ -162,10 +162,10 @@ def trained(steps):
 
 
 def save(out, step):
-    run = OutFolder(out)
+    run, team = OutFolder(out), Team(0, 1, torch.device("cpu"), demopt.exchange.SingleRank())
     saved = checkpoint.CheckpointRecord(step, "text", TrainConfig().record(), 0)
     with run.writing():
-        checkpoint.save(run.checkpoints, saved, *trained(step), Team(0, 1, torch.device("cpu")))
+        checkpoint.save(run.checkpoints, saved, *trained(step), team)
 
 
 def apart(work, *args):

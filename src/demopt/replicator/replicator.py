@@ -336,11 +336,8 @@ class Replicator:
                 current.outcome, current.result, messages = outcome, outcome.result, outcome.result.messages
             else:
                 messages = current.wiring.route.exchange(current.message, exchange, current.header)
-        stats = current.stats  # a round may travel twice
-        sent, received = exchange.sent_bytes - sent, exchange.received_bytes - received
-        current.stats = replace(
-            stats, sent_bytes=stats.sent_bytes + sent, received_bytes=stats.received_bytes + received
-        )
+        travelled = Stats(sent_bytes=exchange.sent_bytes - sent, received_bytes=exchange.received_bytes - received)
+        current.stats = current.stats.after(travelled)  # a round may travel twice
         return messages
 
     def _arrived(self, current: Round, work: "Future[Tensor]") -> Tensor:
@@ -392,11 +389,7 @@ class Replicator:
 
     @uninterrupted()
     def apply(self, messages: Tensor) -> None:
-        """Steps 6 to 8: checks all of the result, then updates parameters and momentum.
-
-        If any rank's gradient was not finite, all ranks apply nothing. A rank that sends nothing, as in a replay,
-        needs only this call.
-        """
+        """Steps 6 to 8, as `DeMo.apply`."""
         started = time.perf_counter()
         current = self.round or self._begin_alone()
         result = self._checked(current, messages)
@@ -528,11 +521,7 @@ class Replicator:
         return fingerprint([*map(to_local, self.parameters)])
 
     def resync(self, src: int = 0) -> None:
-        """Copies parameters, rules' state and the number of rounds of rank `src` to all ranks; momenta stay.
-
-        All ranks call it together. Ranks of a node with copies of a parameter take those of the first, and its
-        momentum.
-        """
+        """As `DeMo.resync`."""
         self.require_idle("resync")
         wiring, exchange = self.wiring(), self.session.exchange
         check_rank("src", src, exchange.world_size)
@@ -545,11 +534,7 @@ class Replicator:
         self.round_number.copy_(number[0])
 
     def regroup(self, process_group: Any) -> None:
-        """Goes on with other ranks, between two rounds, also after an error; parameters and momenta stay as they are.
-
-        A round in flight is undone. The next round runs the handshake, in which ranks whose parameters differ take
-        those of rank 0. All ranks must be at the same step: if one is new, or stopped earlier, all call `resync` first.
-        """
+        """As `DeMo.regroup`; a round in flight is undone."""
         session = Session(process_group, self.options.background)
         _ = session.exchange  # refuses what is no group, before anything changes
         self.let_extract()

@@ -123,11 +123,10 @@ class ObjectStore(Store):
                 self._obstore.delete(self._store, name)
 
     def _exists(self, name: str) -> bool:
-        try:
+        with suppress(FileNotFoundError):
             self._obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def _seconds_for(self, name: str, data: bytes) -> float:
         """Returns the seconds that an upload of this length may wait for the server."""

@@ -10,7 +10,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,6 @@ def load_corpus(config: TrainConfig) -> Corpus:
     if config.vocab_size is not None and config.vocab_size < size:
         raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
     return Corpus(train, val, size, _fingerprint(train, val), ratio, source)
-
-
-def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
-    """Returns the settings with the corpus's vocabulary, unless --vocab-size is given."""
-    return replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
 
 
 def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0, size: int | None = None) -> Batch:

@@ -7,7 +7,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import TypeVar
@@ -16,7 +16,7 @@ import torch
 
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
-from demopt.exchange.process_group import can_connect, dist, resolve
+from demopt.exchange.process_group import can_connect, dist
 from demopt.output import tell
 from demopt.train.config import InputError, SharedInputError, TrainConfig
 
@@ -33,7 +33,7 @@ class Team:
     rank: int
     world_size: int
     device: torch.device
-    exchange: Exchange = field(default_factory=lambda: resolve(None))
+    exchange: Exchange
 
     @property
     def first(self) -> bool:

@@ -24,7 +24,7 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.output import open_outlets
 from demopt.train import checkpoint
 from demopt.train.config import SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
-from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences, with_vocabulary
+from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences
 from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, make_method, refuse_if_too_large
 from demopt.train.model import begin
@@ -158,7 +158,7 @@ def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig
     check_settings(config)
     refuse_if_too_large(config, team.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     corpus = load_corpus(config)
-    return corpus, begin(with_vocabulary(config, corpus))
+    return corpus, begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
 
 
 def _introduce(training: Training, resumed: checkpoint.CheckpointRecord | None) -> None:

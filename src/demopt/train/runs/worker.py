@@ -25,16 +25,7 @@ from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.state import load_file
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
-from demopt.train.data import (
-    TOKEN_SUFFIXES,
-    Corpus,
-    batch,
-    load_corpus,
-    numbered,
-    save_tokenizer,
-    sequences,
-    with_vocabulary,
-)
+from demopt.train.data import TOKEN_SUFFIXES, Corpus, batch, load_corpus, numbered, save_tokenizer, sequences
 from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
@@ -67,7 +58,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     try:
-        config, model = begin(with_vocabulary(config, corpus))
+        config, model = begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
     except (MemoryError, RuntimeError) as error:  # of a model that is too large, as a stranger's run may ask for
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
