@@ -1,15 +1,8 @@
 """LocalDeMo: every rank takes steps of its own optimizer, and the ranks exchange pseudo-gradients.
 
-Each rank takes H steps of an ordinary optimizer on its local weights. The pseudo-gradient D = start - local (DiLoCo;
-start is the local weights after the last round) is the input of its `Replicator` over the global weights; the
-replicator's momentum is the error e. Codec, routes and rounds are those of `DeMo`. With the defaults:
-
-    e <- e + T(D);   the signs of e are sent, and a scale per chunk;   global <- global - T^-1(mean over the ranks);
-    e <- e - sent;   local <- global
-
-With `top_k`, only the K largest of each chunk are sent, with their signs, and the mean is over the senders.
-
-local_weights.py tabulates the effect of a round on weights and error: applied, skipped or failed.
+docs/algorithm.md has the steps, local_weights.py the effects of a round that is applied, skipped or failed.
+The pseudo-gradient D = start - local is the input of a `Replicator` over the global weights, whose momentum is the
+error e. Codec, routes and rounds are those of `DeMo`.
 
 Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K kept.
 """
@@ -702,8 +695,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
-        names = ["defaults", "local_steps", "replicator"]
-        names += ["_inner", "sync_every", "_settings", "_weights"]
+        names = ["defaults", "local_steps", "replicator", "_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

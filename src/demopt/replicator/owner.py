@@ -29,10 +29,7 @@ from demopt.wire.message import HEADER_BYTES, NEW_LAYOUT, NONFINITE, REFUSED, He
 
 
 class Owner(Route):
-    """An all_to_all of message parts, one for each owner, then an all_gather of the owners' answers. For `LocalDeMo`.
-
-    An owner answers with signs of the mean Q of its chunks, plus an error E of its own. E keeps the difference between
-    the mean and the answer, as a rank's error does for its messages:
+    """For `LocalDeMo`. An owner answers with signs of the mean Q of its chunks, plus an error E of its own:
 
         sum <- E + Q;   the signs of sum, and a scale per chunk, are the answer;   E <- sum - answer, once it is applied
 

@@ -11,9 +11,6 @@ over the global weights. A round is
 (The result of route "gather" is the messages of all ranks. Inside a node there is a network: ranks with shards or
 copies of one parameter work together in extract and apply. With two levels the first extract runs the handshake.)
 
-Nothing leaves the momentum before `apply`. So a round that fails, or is vetoed, loses nothing: `rollback` forgets its
-message, and the momentum sends its content later.
-
 Shapes: W ranks, B bytes in a message.
 """
 
@@ -291,10 +288,7 @@ class Replicator:
     # Phase 2, exchange: this rank's message -> the route's result
 
     def exchange(self, message: Tensor | None = None) -> Tensor:
-        """Step 5: sends the message and returns the result of the route, for "gather" all messages, uint8 [W, B].
-
-        The first call also runs the handshake.
-        """
+        """Step 5, as `DeMo.exchange`."""
         current, started = self._current(), time.perf_counter()
         if message is not None:
             came = f"{message.dtype} {[*message.shape]}" if isinstance(message, Tensor) else repr(message)

@@ -8,17 +8,14 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from demopt.errors import printable
 from demopt.train.config import TrainConfig
 from demopt.train.out import Row
 
 QUIET_SECONDS = 10.0  # at most, between lines
-BAR_SECONDS = 0.2  # at least, between two states of the bar
 WARM_UP = 10  # steps of a start that say nothing about the time that is left
 MEASURED = 5  # steps after these, at least, for a time that is left
 LINE = 79  # letters, at most
@@ -33,9 +30,13 @@ class Screen(ExitStack):
         self._config, self._done, self._shown = config, done, -math.inf
         self._warm: tuple[int, float, float] | None = None  # step, part and time since which the speed is measured
         self._sums: Counter[str] = Counter()  # over the steps of this start
-        self._console, self._live = Console(highlight=False), None
+        self._console, self._progress = Console(highlight=False), None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = self.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
+            self._bar = BAR if self._console.width > LINE else BAR // 2 if self._console.width > LINE // 2 else 0
+            fields = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            columns = [BarColumn(self._bar), fields] if self._bar else [fields]
+            self._progress = self.enter_context(Progress(*columns, console=self._console, transient=True))
+            self._task = self._progress.add_task("", total=1.0)
 
     def say(self, line: str) -> None:
         """Shows one message, above the bar; it may quote other workers."""
@@ -50,11 +51,11 @@ class Screen(ExitStack):
         if row["step"] - self._done >= WARM_UP and self._warm is None:
             self._warm = row["step"], part, now
         told = row["step"] in (self._done + 1, self._config.steps) or "val_loss" in row
-        if self._live is not None and (told or now - self._shown >= BAR_SECONDS):
-            self._live.update(self._bar(part, fields), refresh=True)
-            self._shown = now
-        if told or (self._live is None and now - self._shown >= QUIET_SECONDS):
-            self.say(fitting(fields, LINE if self._live is None else min(LINE, self._console.width)))
+        if self._progress is not None:
+            beside = fitting(fields, self._console.width - self._bar - 3)
+            self._progress.update(self._task, completed=part, description=beside)
+        if told or (self._progress is None and now - self._shown >= QUIET_SECONDS):
+            self.say(fitting(fields, LINE if self._progress is None else min(LINE, self._console.width)))
             self._shown = now
 
     def _fields(self, row: Row, part: float, now: float) -> list[str]:
@@ -75,16 +76,6 @@ class Screen(ExitStack):
         fields += [f"{workers} worker{'s' * (workers != 1)}"] if "workers" in row else []  # of a run in a folder
         fields += [f"round {row['round']}"] if "round" in row else []
         return fields
-
-    def _bar(self, part: float, fields: list[str]) -> Table:
-        """Returns the bar and as many fields as fit beside it."""
-        room = self._console.width - 1
-        wide = BAR if room >= LINE else BAR // 2 if room >= LINE // 2 else 0
-        grid = Table.grid(padding=(0, 1, 0, 0))
-        text = Text(fitting(fields, room - wide - 2), no_wrap=True, overflow="crop")
-        bar = ProgressBar(total=1.0, completed=part, width=wide)
-        grid.add_row(*([bar] if wide else []), text)
-        return grid
 
 
 def fitting(fields: list[str], width: int) -> str:
