@@ -315,31 +315,27 @@ class QuorumExchange(Exchange):
 
     def __init__(self, process_group: Any, seconds: float | None = None, ranks: Sequence[int] = ()) -> None:
         self._whole = process_group
-        self._parent = weakref.ref(process_group.parent)  # gloo closes connections when nobody holds the group any more
+        group = process_group.parent  # torch's own
+        self._group: Callable[[], Any] = weakref.ref(group)  # gloo closes connections when nobody holds it any more
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
-        self._ranks = ranks or range(self._group.size())  # in the group
-        self.rank, self.world_size = self._ranks.index(self._group.rank()), len(self._ranks)
-
-    @property
-    def _group(self) -> Any:
-        """torch's own group of this quorum; None once it is closed."""
-        return self._parent()
+        self._ranks = ranks or range(group.size())  # in the group
+        self.rank, self.world_size = self._ranks.index(group.rank()), len(self._ranks)
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
         options: Any = AllgatherOptions()
         if self._timeout is not None:
             options.timeout = self._timeout
-        self._run(lambda: self._group.allgather([rows], [message_B.contiguous()], options))
+        self._run(lambda: self._group().allgather([rows], [message_B.contiguous()], options))
         return torch.stack(rows)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         if self.rank == src:
             for rank in self._ranks:
                 if rank != self._ranks[src]:
-                    self._run(lambda rank=rank: self._group.send([data_B], rank, 0))
+                    self._run(lambda rank=rank: self._group().send([data_B], rank, 0))
         else:
-            self._run(lambda: self._group.recv([data_B], self._ranks[src], 0))
+            self._run(lambda: self._group().recv([data_B], self._ranks[src], 0))
 
     def _run(self, start: Any) -> None:
         work = None
