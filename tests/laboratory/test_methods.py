@@ -3,6 +3,7 @@
 Simulated workers end with the weights, momenta and bytes of real ranks, bit for bit; and of `demopt train`.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -187,6 +188,7 @@ def test_study_entries_have_names_of_their_own_and_can_all_be_made(study):
 LR, STEPS = 1e-2, 8  # with H = 3: two rounds, and a last one after two steps
 DEMO = {"chunk": 16, "top_k": 12, "momentum_decay": 0.9, "fingerprint_every": 3}
 LOCAL = {"sync_every": 3, "chunk": 16, "top_k": 12, "fingerprint_every": 2}
+INNER = functools.partial(demopt.muon_adamw, lr=1.0)  # the method sets its rates
 CASES: dict[str, dict[str, Any]] = {
     "DeMo": DEMO,
     "DeMo, adamw": {**DEMO, "update": "adamw"},
@@ -218,14 +220,6 @@ def compute_gradients(model: Any, case: str, step: int, rank: int, bad: bool) ->
         model[0].bias.data[0] = float("inf")
 
 
-def inner(model: torch.nn.Module, lr: float = 1.0) -> list[torch.optim.Optimizer]:
-    found = demopt.muon_adamw(model, 1.0)
-    for optimizer in found:
-        for group in optimizer.param_groups:
-            group["lr"] *= lr
-    return found
-
-
 def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -239,9 +233,10 @@ def memories_of(optimizer: Any) -> list[torch.Tensor]:
 def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any]:
     model, settings = network(), CASES[case]
     local = case.startswith("LocalDeMo")
-    optimizer = (
-        demopt.LocalDeMo(inner(model, LR), **settings) if local else demopt.DeMo(model.parameters(), lr=LR, **settings)
-    )
+    if local:
+        optimizer: Any = demopt.LocalDeMo(demopt.muon_adamw(model, LR), **settings)
+    else:
+        optimizer = demopt.DeMo(model.parameters(), lr=LR, **settings)
     found: dict[str, Any] = {"traffic": []}
     for step in range(STEPS):
         compute_gradients(model, case, step, rank, bad)
@@ -267,7 +262,7 @@ def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any
 def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
     """The same of each simulated worker."""
     workers, local = SimulatedWorkers(network(), world_size), case.startswith("LocalDeMo")
-    method = LocalDeMoWorkers(workers, inner, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
+    method = LocalDeMoWorkers(workers, INNER, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
     traffic, between = [], []
     for step in range(STEPS):
         method.last = step == STEPS - 1

@@ -401,11 +401,19 @@ def test_state_of_another_inner_optimizer_is_refused_and_nothing_changes(other):
     train(two, range(2, 4))
 
 
-def test_pickled_optimizer_knows_its_state_in_groups():
-    optimizer = make(None)
-    train(optimizer, range(3))
-    assert adapted(again := problems.by_pickle(optimizer)) == adapted(optimizer)
-    assert again._inner.facts() == optimizer._inner.facts()
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, problems.by_pickle])
+def test_copy_goes_on_like_the_original_also_with_state_in_groups(duplicate):
+    optimizer = make(None, sync_every=3, samples=8)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    train(optimizer, range(4))
+    twin, before = duplicate(optimizer), problems.values(optimizer)
+    assert adapted(twin) == adapted(optimizer)
+    assert twin._inner.facts() == optimizer._inner.facts()
+    marks = train(twin, range(4, 9))
+    assert problems.same(problems.values(optimizer), before), "a copy steps itself"
+    assert train(optimizer, range(4, 9)) == marks
+    assert problems.same(problems.values(twin), problems.values(optimizer))
+    assert twin.samples == 8
 
 
 def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_finite():

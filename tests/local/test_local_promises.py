@@ -161,19 +161,6 @@ def test_shared_shows_the_global_weights_and_takes_them_back():
     assert not problems.same(local, after)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, problems.by_pickle])
-def test_copy_goes_on_like_the_original(duplicate):
-    optimizer = make(top_k=None, samples=8)
-    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    train(optimizer, range(4))
-    twin, before = duplicate(optimizer), problems.values(optimizer)
-    marks = train(twin, range(4, 9))
-    assert problems.same(problems.values(optimizer), before), "a copy steps itself"
-    assert train(optimizer, range(4, 9)) == marks
-    assert problems.same(problems.values(twin), problems.values(optimizer))
-    assert twin.samples == 8
-
-
 def test_states_that_do_not_fit_are_refused_and_change_nothing():
     def made(*shape: int, lr: float = 0.1, **more: Any) -> LocalDeMo:
         return make(None, [shape], lambda p: torch.optim.AdamW(p, lr=lr), **more)
