@@ -237,7 +237,13 @@ class InnerOptimizers:
                 loose, rest = _beside(next((value for value in packed if value is not None), None))
                 names = [{*group} & each.defaults.keys() for group in each.param_groups]
                 each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
-                first = last
+                first, parameters = last, (parameter for group in each.param_groups for parameter in group["params"])
+                for number, parameter in zip(numbers, parameters, strict=True):
+                    # torch rounds numbers, such as the mu_product of NAdam, to the parameter's dtype
+                    entry = each.state.get(parameter, {}) if parameter.dim() else {}
+                    for name, value in mine.get(number, {}).items() if entry else ():
+                        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor):
+                            entry[name] = value.to(entry[name].device, copy=True)
                 for had, group in zip(names, each.param_groups, strict=True):
                     if lacking := had - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
