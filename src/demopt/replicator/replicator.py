@@ -220,8 +220,7 @@ class Replicator:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
         `gradients` are local tensors in the order of `parameters`, which `unscale` (see `unscaling_of`) multiplies.
-        With `minus`, the gradients are the differences gradients[i] - minus[i]. Returns this rank's message, uint8 [B].
-        If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
+        With `minus`, the gradients are the differences gradients[i] - minus[i]. The rest as in `DeMo.extract`.
         """
         current, factor = self._prepared(gradients, unscale, minus)
         with uninterrupted():  # what has entered the momentum is in a round

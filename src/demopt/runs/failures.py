@@ -5,8 +5,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from demopt.errors import ExchangeError
 
@@ -35,8 +35,7 @@ class When(Enum):
     NEVER = "no request will succeed"
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A row of the table. `sign` is searched for in an error's type, number or text; the first row that fits counts."""
 
     sign: str
@@ -49,51 +48,47 @@ CREDENTIALS = (
     "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "
     "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"
 )
-TABLE = (
+PASSES, SETTINGS, NEVER = When
+TABLE = tuple(map(Failure._make, (
     # Folders
-    Failure("LinkError", When.NEVER,
-            "this file system has no hard links, which a run needs; use another disk or a bucket"),
-    Failure("GoneError", When.PASSES, "the folder of the run is gone; is its disk mounted?"),
-    Failure("errno (ENOSPC|EDQUOT)", When.PASSES, "the disk is full; free some space"),
-    Failure("errno EROFS", When.SETTINGS, "the disk is read-only; mount it for writing"),
-    Failure("errno EFBIG", When.NEVER, "a file would be too long for this disk, or for the limit of ulimit -f"),
-    Failure("errno (ENAMETOOLONG|EILSEQ)", When.NEVER, "this disk refuses a name that a run needs; use another one"),
-    Failure("errno (EMFILE|ENFILE)", When.PASSES, "too many open files; raise the limit of ulimit -n"),
-    Failure("errno (EACCES|EPERM)", When.SETTINGS,
-            "access denied; a worker reads, writes and deletes files in this folder"),
-    Failure("errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", When.PASSES, "the disk does not answer"),
+    ("LinkError", NEVER, "this file system has no hard links, which a run needs; use another disk or a bucket"),
+    ("GoneError", PASSES, "the folder of the run is gone; is its disk mounted?"),
+    ("errno (ENOSPC|EDQUOT)", PASSES, "the disk is full; free some space"),
+    ("errno EROFS", SETTINGS, "the disk is read-only; mount it for writing"),
+    ("errno EFBIG", NEVER, "a file would be too long for this disk, or for the limit of ulimit -f"),
+    ("errno (ENAMETOOLONG|EILSEQ)", NEVER, "this disk refuses a name that a run needs; use another one"),
+    ("errno (EMFILE|ENFILE)", PASSES, "too many open files; raise the limit of ulimit -n"),
+    ("errno (EACCES|EPERM)", SETTINGS, "access denied; a worker reads, writes and deletes files in this folder"),
+    ("errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", PASSES, "the disk does not answer"),
     # Credentials and clock
-    Failure(r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", When.SETTINGS,
-            CREDENTIALS),
-    Failure("ExpiredToken|TokenRefreshRequired|InvalidToken", When.SETTINGS,
-            "the credentials' token has expired; end this command (Ctrl-C saves), and start it with a new one"),
-    Failure("RequestTimeTooSkewed|RequestExpired", When.SETTINGS,
-            "the clock of this machine or of the server is wrong; set the time"),
-    Failure("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed|Unauthenticated|: 401 ", When.SETTINGS,
-            "wrong credentials"),
+    (r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", SETTINGS, CREDENTIALS),
+    ("ExpiredToken|TokenRefreshRequired|InvalidToken", SETTINGS,
+     "the credentials' token has expired; end this command (Ctrl-C saves), and start it with a new one"),
+    ("RequestTimeTooSkewed|RequestExpired", SETTINGS,
+     "the clock of this machine or of the server is wrong; set the time"),
+    ("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed|Unauthenticated|: 401 ", SETTINGS,
+     "wrong credentials"),
     # Addresses
-    Failure("redirect|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation", When.SETTINGS,
-            "the bucket is in another region than the request; set AWS_REGION, or AWS_ENDPOINT_URL"),
-    Failure("NoSuchBucket|ContainerNotFound|FileNotFoundError|: 404 ", When.SETTINGS,
-            "no such bucket or folder; create it, or correct the name"),
-    Failure("dns error", When.PASSES,
-            "no server has this name; correct AWS_ENDPOINT_URL, or check the network"),
-    Failure("InvalidContentType|[Cc]ertificate|UnknownIssuer", When.SETTINGS,
-            "no TLS with this server; is its address http://? or trust its certificate (SSL_CERT_FILE)"),
+    ("redirect|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation", SETTINGS,
+     "the bucket is in another region than the request; set AWS_REGION, or AWS_ENDPOINT_URL"),
+    ("NoSuchBucket|ContainerNotFound|FileNotFoundError|: 404 ", SETTINGS,
+     "no such bucket or folder; create it, or correct the name"),
+    ("dns error", PASSES, "no server has this name; correct AWS_ENDPOINT_URL, or check the network"),
+    ("InvalidContentType|[Cc]ertificate|UnknownIssuer", SETTINGS,
+     "no TLS with this server; is its address http://? or trust its certificate (SSL_CERT_FILE)"),
     # What a server cannot do
-    Failure("InvalidPath", When.SETTINGS,
-            "somebody put an object with an impossible name; delete it with the server's own tools"),
-    Failure("NotImplemented|NotSupported|: 501 |If-None-Match|Content-MD5", When.NEVER,
-            "this server lacks what a run needs: put if absent (If-None-Match); update it, or use another store"),
-    Failure("PermissionDenied|AccessDenied|: 403 ", When.SETTINGS,
-            "access denied; a worker gets, puts, lists and deletes objects below this address"),
-    Failure("ConditionalRequestConflict|: 409 ", When.PASSES, "another put of the same object is under way"),
-    Failure(": 507 |Quota", When.PASSES, "the store is full"),
-    Failure(": 429 |: 408 |: 5.. |SlowDown", When.PASSES, "the server is busy"),
-    Failure(": 4.. ", When.SETTINGS, "the server refuses the request"),
-    Failure("HTTP error", When.PASSES, "no connection"),
-    Failure("", When.PASSES, "it failed"),
-)  # fmt: skip
+    ("InvalidPath", SETTINGS, "somebody put an object with an impossible name; delete it with the server's own tools"),
+    ("NotImplemented|NotSupported|: 501 |If-None-Match|Content-MD5", NEVER,
+     "this server lacks what a run needs: put if absent (If-None-Match); update it, or use another store"),
+    ("PermissionDenied|AccessDenied|: 403 ", SETTINGS,
+     "access denied; a worker gets, puts, lists and deletes objects below this address"),
+    ("ConditionalRequestConflict|: 409 ", PASSES, "another put of the same object is under way"),
+    (": 507 |Quota", PASSES, "the store is full"),
+    (": 429 |: 408 |: 5.. |SlowDown", PASSES, "the server is busy"),
+    (": 4.. ", SETTINGS, "the server refuses the request"),
+    ("HTTP error", PASSES, "no connection"),
+    ("", PASSES, "it failed"),
+)))  # fmt: skip
 
 
 @contextmanager
@@ -114,9 +109,9 @@ def told(address: str) -> Iterator[None]:
         row = next(row for row in TABLE if re.search(row.sign, _signs(error)))
         cause = "" if row.told == CREDENTIALS else f" ({_cause(error)})"
         text = f"{address}: {row.told}{cause}"
-        if row.when is When.NEVER:
+        if row.when is NEVER:
             raise ExchangeError(text) from error
-        raise StoreError(text, at_first=row.when is When.SETTINGS) from error
+        raise StoreError(text, at_first=row.when is SETTINGS) from error
 
 
 def _signs(error: Exception) -> str:

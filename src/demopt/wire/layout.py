@@ -158,9 +158,7 @@ def sign_planes(signs_CS: Tensor, codes_C: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The sections of a message, in order."""
-
-    sections: tuple[Section, ...]
+    sections: tuple[Section, ...]  # of a message, in order
     least: int = 0  # bytes: shorter bodies are padded to it, so that messages of different layouts have equal length
 
     @cached_property

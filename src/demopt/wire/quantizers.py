@@ -26,8 +26,6 @@ _SMALLEST_SCALE = 1 << MANTISSA_BITS  # codes from 1 up to this are subnormal fl
 
 
 class FloatQuantizer:
-    """Sends each value as a float."""
-
     largest_level = 0  # there are no levels, and no scales
 
     def __init__(self, dtype: torch.dtype) -> None:

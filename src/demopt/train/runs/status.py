@@ -1,10 +1,8 @@
 """How far a run is, and whom it waits for: read from its folder, without joining."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -13,11 +11,9 @@ from rich.text import Text
 
 from demopt.errors import printable
 from demopt.runs import log
+from demopt.runs.log import Manifest, Record, Seen
+from demopt.runs.store import Store
 from demopt.train.screen import duration
-
-if TYPE_CHECKING:
-    from demopt.runs.log import Manifest, Record, Seen
-    from demopt.runs.store import Store
 
 #: The numbers in a worker's note that others read, and the largest of each that a training run can have.
 NUMBERS = {"loss": 1e6, "val_loss": 1e6, "sequences": float(1 << 32), "speed": 1e9}
