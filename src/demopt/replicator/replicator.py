@@ -431,16 +431,12 @@ class Replicator:
     # Phases 1 and 2 in the background, while this rank computes
 
     def send(self, settle: Callable[[], None] = lambda: None) -> None:
-        """Step 5, begun: the message travels in the background until `exchange`; an error forgets the round.
+        """Step 5, begun: the message travels in the background until `exchange`.
 
         `settle`: see `Rounds.exchange_and_apply`.
         """
         current = self._current()
-        try:
-            self.session.agree(current.wiring, self.header)
-        except BaseException:
-            self.rollback()
-            raise
+        self.session.agree(current.wiring, self.header)
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         with uninterrupted():
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)

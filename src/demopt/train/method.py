@@ -63,9 +63,8 @@ class Method:
         if not isinstance(optimizer, DeMo | LocalDeMo):
             dense = FLOAT32_BYTES * self.parameters
             traffic = all_reduce_bytes(dense, self.world_size)
-            row: Row = {"payload_bytes": dense, "sent_bytes": traffic, "received_bytes": traffic}
-            seconds = time.perf_counter() - began
-            return {**row, "optimizer_seconds": seconds, "exchange_seconds": None}  # DDP exchanges during backward
+            stats = Stats(payload_bytes=dense, sent_bytes=traffic, received_bytes=traffic)
+            return {**cost_of(stats, time.perf_counter() - began), "exchange_seconds": None}  # DDP's is in backward
         stats = optimizer.stats
         if isinstance(optimizer, LocalDeMo):
             if pause and optimizer.replicator.in_flight:
