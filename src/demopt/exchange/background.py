@@ -1,4 +1,4 @@
-"""Runs calls in order on a separate thread, so that a message travels while its rank computes."""
+"""Calls on other threads: in order on one, so that a message travels while its rank computes; or each on its own."""
 
 import atexit
 import queue
@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -63,15 +64,22 @@ class Background:
             thread.start()
             atexit.register(_let_end, self._calls, thread)
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:  # raised in the thread that waits for the result
-                future.set_exception(error)
-
-        self._calls.put(run)
+        self._calls.put(partial(_fulfil, future, call))
         return future
+
+
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Returns a future of a call in a daemon thread of its own, which no process waits for at its end."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, call), daemon=True).start()
+    return future
+
+
+def _fulfil(future: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # raised in the thread that waits for the result
+        future.set_exception(error)
 
 
 def _serve(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from demopt.errors import ExchangeError, first_line
+from demopt.exchange.background import in_thread
 
 ANSWER_SECONDS = 10.0  # time for an answer: a busy machine is slow, but not dead
 _POLL_SECONDS = 1.0  # between two polls of the store
@@ -114,17 +115,8 @@ class Liveness:
 
     def suspects(self, ranks: Sequence[int]) -> str:
         """Calls all ranks; returns the verdict. Waits for the slowest permitted answer."""
-        found: list[str] = []
-
-        def ask() -> None:
-            with suppress(Exception):  # the store is gone, perhaps with its machine
-                found.append(self._ask(ranks))
-
-        thread = threading.Thread(target=ask, daemon=True)  # a store on a lost machine blocks for long
-        thread.start()
-        thread.join(ANSWER_SECONDS + 5 * _POLL_SECONDS)
-        if found:
-            return found[0]
+        with suppress(Exception):  # the store is gone, perhaps with its machine: then it may block for long
+            return in_thread(lambda: self._ask(ranks)).result(ANSWER_SECONDS + 5 * _POLL_SECONDS)
         first = f"no answer from {self._named(0)} of {len(ranks)}, whose machine holds the store"
         if self._hosts.get(0) == socket.gethostname():  # a process has ended, not a machine
             return first

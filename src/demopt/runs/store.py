@@ -8,13 +8,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from demopt.errors import ExchangeError, MessageError, first_line
+from demopt.exchange.background import in_thread
 from demopt.runs.failures import CREDENTIALS, StoreError, told
 
 T = TypeVar("T")
@@ -204,16 +204,7 @@ def _interruptible(call: Callable[[], T]) -> T:
     """Makes a request; if this is the main thread, in another one: handlers of signals run here, also in a long one."""
     if threading.current_thread() is not threading.main_thread():
         return call()
-    answer = Future[T]()
-
-    def make() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=make, daemon=True).start()  # no process waits for it at its end
-    return answer.result()
+    return in_thread(call).result()
 
 
 def full(address: str) -> str:
