@@ -53,23 +53,15 @@ class OneOf(SingleRank):
 
 
 class Recorder(Meter):
-    """Forwards to `inner` and keeps the lengths of all collectives' messages, in order."""
+    """Forwards to `inner` and keeps the bytes that each collective sends or receives, in order."""
 
     def __init__(self, inner: Exchange | None = None) -> None:
         super().__init__(inner or SingleRank())
         self.lengths: list[int] = []
 
-    def all_gather(self, message_B: Tensor) -> Tensor:
-        self.lengths.append(message_B.nbytes)
-        return super().all_gather(message_B)
-
-    def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        self.lengths.append(parts_WB.nbytes)
-        return super().all_to_all(parts_WB)
-
-    def broadcast(self, data_B: Tensor, src: int) -> None:
-        self.lengths.append(data_B.nbytes)
-        super().broadcast(data_B, src)
+    def _count(self, sent: int, received: int) -> None:
+        super()._count(sent, received)
+        self.lengths.append(max(sent, received))
 
 
 def chunks_of(tensor: Tensor, whole: Chunking) -> Tensor:
@@ -191,12 +183,16 @@ def momenta(optimizer: DeMo | LocalDeMo) -> list[Tensor]:
     return [state[parameter][name].clone() for parameter in all_parameters(optimizer) if parameter in state]
 
 
+def saved(thing: Any) -> bytes:
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
 def by_file(state: Any, device: str | None = None) -> Any:
     """What torch.load makes of what torch.save has written."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, map_location=device, weights_only=True)
+    return torch.load(io.BytesIO(saved(state)), map_location=device, weights_only=True)
 
 
 def by_pickle(thing: Any) -> Any:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import inspect
-import io
 import os
 import pickle
 import zipfile
@@ -25,6 +24,7 @@ from demopt.train import checkpoint
 from demopt.train.config import InputError, config_of, resolve
 from demopt.train.method import make_optimizer
 from demopt.train.model import build
+from problems import by_file, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 
@@ -119,12 +119,6 @@ def _replace_object(path: Path, key: str, data: bytes) -> None:
         end.write(data)
 
 
-def _saved(value: Any) -> bytes:
-    packed = io.BytesIO()
-    torch.save(value, packed)
-    return packed.getvalue()
-
-
 @pytest.mark.parametrize("place", ["metadata", "number", "entry", "inside an entry", "legacy", "outside"])
 def test_security_resuming_runs_no_code_of_a_checkpoint(place, tmp_path):
     path, proof = _old("demo", tmp_path), tmp_path / "proof"
@@ -137,7 +131,7 @@ def test_security_resuming_runs_no_code_of_a_checkpoint(place, tmp_path):
         _replace_object(path, "optimizer.world_size", pickle.dumps(evil, protocol=2))
     else:
         key = "optimizer.world_size" if place == "number" else "optimizer.rank0.shard0.0"
-        _replace_object(path, key, _saved({"values": {"momentum": evil}} if place.startswith("inside") else evil))
+        _replace_object(path, key, saved({"values": {"momentum": evil}} if place.startswith("inside") else evil))
     with pytest.raises(InputError, match=r"step-00000006 cannot be read: .*(nothing was run|\.distcp file)") as told:
         _load(path, "demo")
     assert "\n" not in str(told.value)
@@ -156,7 +150,7 @@ WRONG += [("param_groups.0.lr", "x"), ("param_groups.0.params", 3)]
 @pytest.mark.parametrize(("key", "value"), WRONG)
 def test_checkpoint_with_wrong_content_cannot_be_read(key, value, tmp_path):
     path = _old("demo", tmp_path)
-    _replace_object(path, f"optimizer.{key}", _saved(value))
+    _replace_object(path, f"optimizer.{key}", saved(value))
     with pytest.raises(InputError, match="step-00000006 cannot be read: ") as told:
         _load(path, "demo")
     assert "\n" not in str(told.value)
@@ -180,7 +174,7 @@ def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path):
     """What `dcp.save` writes of an `OptimizerState` names no class of demopt, so that none must keep its name."""
     optimizer = demopt.LocalDeMo(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))]), process_group=SingleRank())
     entry = OptimizerState(optimizer).state_dict()["rank0.shard0.0"]
-    assert sorted(torch.load(io.BytesIO(_saved(entry)), weights_only=True)) == ["sharded", "values"]
+    assert sorted(by_file(entry)) == ["sharded", "values"]
     dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=tmp_path)
     assert b"demopt" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
     dcp.load({"optimizer": OptimizerState(optimizer)}, storage_reader=Reader(tmp_path), planner=LoadPlanner())

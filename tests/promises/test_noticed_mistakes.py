@@ -108,11 +108,6 @@ def test_inner_optimizer_steps_where_that_is_no_mistake():
     inner.step()
 
 
-def _backward(model: nn.Module, data: torch.Tensor) -> None:
-    model.zero_grad()
-    model(data).square().mean().backward()
-
-
 #: Settings of optimizers; the weight decay of LocalDeMo's AdamW moves all ranks alike without gradients.
 METHODS: dict[str, dict[str, Any]] = {"DeMo": {}, "LocalDeMo": {}, "LocalDeMo, delay": {"sync_every": 1, "delay": 1}}
 
@@ -129,8 +124,9 @@ def _steps(rank: int, world_size: int, kind: str, method: str) -> list[list[str]
     heard = []
     for step in range(3):
         data = problems.draw((5, 9), 0 if kind.startswith("the same data") else rank, step)
+        model.zero_grad()
         with model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext():
-            _backward(model, torch.zeros(5, 9) if kind == "zero gradients" else data)
+            model(torch.zeros(5, 9) if kind == "zero gradients" else data).square().mean().backward()
         for parameter in model.parameters() if kind == "zero gradients" or (kind == LATE and step == 0) else ():
             parameter.grad = torch.zeros_like(parameter)
         if kind == "no gradients":

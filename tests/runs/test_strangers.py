@@ -3,7 +3,6 @@
 One finished run of `demopt train` without a key, whose objects the tests edit.
 """
 
-import io
 import json
 import math
 import shutil
@@ -20,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forked
+import problems
 from demopt.errors import ExchangeError
 from demopt.runs import log
 from demopt.runs.disk import Disk
@@ -191,14 +191,9 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, t
     assert sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"]) == 20 * 2
 
 
-def saved(**state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-CHANGED = saved(drawn=0, optimizer=torch.full((100,), 0.5)).replace(struct.pack("f", 0.5), struct.pack("f", 0.25), 1)
-OF_NOTHING = saved(drawn=0, optimizer={}), saved(drawn=0, optimizer={"state": {}, "param_groups": []})
+HALVES = problems.saved({"drawn": 0, "optimizer": torch.full((100,), 0.5)})
+CHANGED = HALVES.replace(struct.pack("f", 0.5), struct.pack("f", 0.25), 1)
+OF_NOTHING = [problems.saved({"drawn": 0, "optimizer": each}) for each in ({}, {"state": {}, "param_groups": []})]
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", *OF_NOTHING, CHANGED])
