@@ -151,7 +151,7 @@ def _train(config: "TrainConfig") -> int:
     """Trains a fresh decoder, or a model on disk, over a slow network; leaves a model of transformers."""
     from demopt.train.config import resolve
 
-    resolve(config)  # mistakes come before anything is said to start
+    config = resolve(config)  # mistakes come before anything is said to start
     rank, size, host, port = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if rank in (None, "0"):  # importing torch takes seconds: print something first
         text = ", ".join(config.data) or "the text of Python's standard library"

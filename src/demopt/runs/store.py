@@ -94,7 +94,8 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        seconds, began = self._seconds_for(name, data), time.monotonic()
+        doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE)) + self._cut.get(name, 0)
+        seconds, began = _SILENCE * 2.0**doublings, time.monotonic()  # that it may wait for the server
         with told(self.address):
             try:
                 store = self._patient(seconds) if seconds > _SILENCE else self._store
@@ -127,11 +128,6 @@ class ObjectStore(Store):
             self._obstore.head(self._store, name)
             return True
         return False
-
-    def _seconds_for(self, name: str, data: bytes) -> float:
-        """Returns the seconds that an upload of this length may wait for the server."""
-        doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE))
-        return _SILENCE * 2.0 ** (doublings + self._cut.get(name, 0))
 
 
 class Patient(Store):

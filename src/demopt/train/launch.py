@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from demopt.errors import DemoptError, first_line
 from demopt.train import checkpoint
-from demopt.train.config import InputError, TrainConfig, resolve
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.method import check_settings
 from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
@@ -33,8 +33,7 @@ ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeErro
 
 
 def train(config: TrainConfig) -> int:
-    """Runs `demopt train`: starts `config.workers` processes on this machine; returns the exit code."""
-    config = resolve(config)
+    """Runs `demopt train` with resolved settings: starts this machine's workers; returns the exit code."""
     check_settings(config)
     pick_device(config.device, 0, config.workers)
     out = OutFolder(Path(config.out))

@@ -360,8 +360,6 @@ def settings_to_join(address: str, key_file: str | None, given: Given) -> tuple[
     sources = [*config.data, config.model, config.tokenizer] if config.data else ["the text of the standard library"]
     print(f"reading {printable(', '.join(filter(None, sources)))} ...", flush=True)
     again = OutFolder(Path(config.out)).config.exists()
-    if again:
-        _refuse_other(config, run)
     return dataclasses.replace(config, keep_log=run.record.keep_log, resume=again), run
 
 
