@@ -11,7 +11,7 @@ from stores import Through
 from workers import at_first
 
 from demopt.errors import ExchangeError
-from demopt.runs import disk
+from demopt.runs import disk, log
 from demopt.runs import store as store_module
 from demopt.runs.disk import Disk
 from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
@@ -198,6 +198,14 @@ def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):
     with small_s3(monkeypatch, at_first(lambda *_: (-500, ""), lambda *_: None)) as objects:
         assert not Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail).put_if_absent("a", b"x")
         assert objects == {"run/a": b"x"}
+
+
+def test_wish_to_stop_whose_answer_is_lost_is_found_to_be_there():
+    lossy, store = Mock(), ObjectStore()
+    lossy.get, lossy.put_if_absent = store.get, lambda *given: store.put_if_absent(*given) and False
+    log.put_stop(lossy, 0, "run")
+    with pytest.raises(ExchangeError, match="cannot be deleted"):
+        log.put_stop(lossy, 1, "run")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV])

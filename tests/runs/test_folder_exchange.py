@@ -374,6 +374,14 @@ def test_second_stop_in_one_round_is_another_wish(tmp_path):
     assert worker.run.stopping
 
 
+def test_wish_to_stop_that_comes_while_a_worker_joins_stops_it(store):
+    first, joiner = Worker(store, 0).join(), Worker(store, 1)
+    log.put_stop(store, 0, joiner.run.find_run().identity)
+    joiner.round()
+    assert joiner.run.stopping
+    assert not first.run.stopping
+
+
 def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):
     first, _ = joined(store)
     for expected in ({"w0": 0, "w1": 1}, {"w0": 0}):
@@ -443,16 +451,17 @@ def test_worker_that_leaves_behind_the_others_writes_no_checkpoint(store):
     assert log.checkpoints(store) == [0]
 
 
-def test_checkpoints_do_not_queue_behind_a_slow_upload(store):
+def test_checkpoints_do_not_queue_behind_a_slow_upload_and_a_wait_for_it_is_told(store, monkeypatch):
     done, put = threading.Event(), store.put_if_absent
-    store.put_if_absent = lambda name, data: (name.startswith("checkpoints") and done.wait(), put(name, data))[1]
+    store.put_if_absent = lambda name, data: (name.startswith("checkpoints") and done.wait(60.0), put(name, data))[1]
     worker = Worker(store, 0, checkpoint_every=1)
     while worker.rounds < 12:  # more than there are requests at once
         worker.step()
-    done.set()
+    worker.run.say = lambda text: (worker.said.append(text), done.set())
+    monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.0)
     worker.run.wait_for_uploads()
     assert log.checkpoints(store) == [0, 1]
-    assert ["left out" in said for said in worker.said] == [True]
+    assert ["left out" in said for said in worker.said] == [True, False]
     worker.round()
     assert log.checkpoints(store) == [0, 1, 13]
 

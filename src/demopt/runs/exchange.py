@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -227,8 +227,9 @@ class FolderExchange(VaryingExchange):
             "restore the newer one, or go on from this one without the worker's state (delete state.pt in --out)"
         )
         self.decided = self.wait_for(read, later) if number else None
-        self._record = record
-        self._old_stop, self._heard_stop = self._wish(), math.inf
+        known, self._record = self._record, record
+        if known is None or self.stopping:  # otherwise a wish since it has found the run is for this worker, too
+            self._old_stop, self._heard_stop = self._wish(), math.inf
         return record.identity == mine
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
@@ -574,6 +575,8 @@ class FolderExchange(VaryingExchange):
     def wait_for_uploads(self) -> None:
         """Waits for all uploads in the background."""
         if self._upload is not None:
+            if wait([self._upload], _TOLD_AFTER).not_done:
+                self.say("waiting until the newest checkpoint is uploaded")
             self._upload.result()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -258,8 +259,11 @@ def look(store: Store, number: int) -> Seen:
 def put_stop(store: Store, number: int, run: str) -> None:
     """Asks all workers to stop: a new wish each time, so that those who join later can tell it from an old one."""
     store.delete([STOP])
-    if not store.put_if_absent(STOP, f"{run} {number} {time.time_ns()}\n".encode()):
-        raise ExchangeError(f"{store.address}: there is an object {STOP} that cannot be deleted; delete it")
+    wish = f"{run} {number} {time.time_ns()}\n".encode()
+    with suppress(MessageError):  # another's object
+        if store.put_if_absent(STOP, wish) or store.get(STOP, MOST_ENVELOPE) == wish:
+            return
+    raise ExchangeError(f"{store.address}: there is an object {STOP} that cannot be deleted; delete it")
 
 
 def read_stop(store: Store, run: str) -> bytes | None:
