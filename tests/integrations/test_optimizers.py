@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import problems
 import ranks
 from demopt import FolderExchange, LocalDeMo
 from demopt.exchange import Exchange
@@ -89,28 +90,25 @@ def train(model: nn.Module, optimizer: LocalDeMo, steps: range, rank: int) -> li
     return losses
 
 
-def _trained(exchange: Exchange, name: str) -> tuple[bool, bool, str]:
-    """Whether the loss falls, whether a resumed run has the bits of the one that goes on, and how it consolidates."""
+def _trained(exchange: Exchange, name: str) -> tuple[int, bool, str]:
+    """The last fingerprint, whether a resumed run has the bits of the one that goes on, and how it consolidates."""
     model, optimizer = wrapped(name, exchange)
     losses = train(model, optimizer, range(30), exchange.rank)
     assert losses[-1] < losses[0], f"the loss goes from {losses[0]} to {losses[-1]}"
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    weights, saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    file = io.BytesIO(problems.saved((model.state_dict(), optimizer.state_dict())))
+    weights, saved = torch.load(file, weights_only=False)
     again, resumed = wrapped(name, exchange)
     again.load_state_dict(weights)
     resumed.load_state_dict(saved)
-    torch.manual_seed(1 + exchange.rank)
-    train(again, resumed, range(30, 34), exchange.rank)
-    marks = [resumed.fingerprint()]
-    torch.manual_seed(1 + exchange.rank)
-    train(model, optimizer, range(30, 34), exchange.rank)
-    marks.append(optimizer.fingerprint())
+    for pair in ((again, resumed), (model, optimizer)):
+        torch.manual_seed(1 + exchange.rank)
+        train(*pair, range(30, 34), exchange.rank)
+    mark, consolidates = optimizer.fingerprint(), "yes"
     try:
         optimizer.consolidate_state_dict()
     except TypeError:
-        return optimizer.fingerprint(), marks[0] == marks[1], "refused"
-    return optimizer.fingerprint(), marks[0] == marks[1], "yes"
+        consolidates = "refused"
+    return mark, resumed.fingerprint() == mark, consolidates
 
 
 def _joined(name: str) -> str:

@@ -5,9 +5,6 @@ Simulated workers end with the weights, momenta and bytes of real ranks, bit for
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor
 
 import demopt
+import forked
 import ranks
 from laboratory.compare.methods import METHODS
 from laboratory.compare.methods.averaged import MAKERS, muon_maker
@@ -315,11 +313,10 @@ FLAGS = {"adamw": ["--weight-decay", "0.1"], "local": ["--sync-every", "4", "--t
 def test_an_experiment_has_the_losses_of_demopt_train(optimizer, tmp_path):
     text = Path(sysconfig.get_path("stdlib"), "calendar.py")
     method, settings, rate = OPTIMIZERS[optimizer]
-    flags = [word for name, value in (TRAIN | rate).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words = ["--optimizer", optimizer, "--data", str(text), "--out", str(tmp_path / "run"), *flags, *FLAGS[optimizer]]
+    flags = [word for name, value in (TRAIN | rate).items() for word in (f"--{name.replace('_', '-')}", value)]
+    words = ["--optimizer", optimizer, "--data", text, "--out", tmp_path / "run", *flags, *FLAGS[optimizer]]
     words += ["--workers", "2", "--threads", "1", "--device", "cpu", "--clip", "1.0", "--eval-every", "6"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([sys.executable, "-m", "demopt.cli", "train", *words], check=True, env=environment, timeout=600)
+    forked.demopt("train", *words)
     theirs = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     config = TrainConfig(
         **TRAIN, **rate, data=[str(text)], width=64, heads=2, mlp=192, vocab_size=256, optimizer=optimizer

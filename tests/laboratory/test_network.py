@@ -9,6 +9,8 @@ from laboratory.network import machines
 from laboratory.network.machines import Link, MissingError, bring_up
 from laboratory.network.scenario import Cut, Scenario, run
 
+pytestmark = pytest.mark.usefixtures("root")
+
 MESSAGE = 60_000  # bytes; at 2 Mbit/s they take a quarter of a second, of which a burst may hide a fiftieth
 
 # Machine 0 takes one connection; machine 1 times a message and its one byte of answer.
@@ -75,7 +77,6 @@ def root():
         pytest.skip(f"no machines here: they need {error}")
 
 
-@pytest.mark.usefixtures("root")
 def test_a_message_cannot_hide_in_the_burst_of_a_link():
     links = (Link("2mbit"), Link("2mbit", rtt_ms=40))
     results = run(Scenario(2, ("{python}", "-c", TALK), links, limit_seconds=60.0))
@@ -85,7 +86,6 @@ def test_a_message_cannot_hide_in_the_burst_of_a_link():
         assert result["received_bytes"][0] >= MESSAGE
 
 
-@pytest.mark.usefixtures("root")
 def test_a_cut_machine_gives_no_answer_until_mended():
     (result,) = run(Scenario(2, ("{python}", "-c", WATCH), limit_seconds=60.0, cut=Cut("True", 3.0)))
     assert [answer["output"] for answer in result["answers"]] == [[], ["True", "False", "True"]]
@@ -93,7 +93,6 @@ def test_a_cut_machine_gives_no_answer_until_mended():
     assert not result["late"]
 
 
-@pytest.mark.usefixtures("root")
 @pytest.mark.parametrize("hub", [False, True])
 def test_machines_know_each_other_by_name_and_those_of_a_hub_reach_the_first_one_alone(hub):
     (result,) = run(Scenario(3, ("{python}", "-c", REACH), hub=hub))
@@ -103,7 +102,6 @@ def test_machines_know_each_other_by_name_and_those_of_a_hub_reach_the_first_one
     assert outputs == [[name, *others] for name, others in zip(names, reached, strict=True)]
 
 
-@pytest.mark.usefixtures("root")
 def test_machines_of_a_killed_process_are_swept_away():
     code = "from laboratory.network.machines import bring_up\nwith bring_up(1):\n    print(1, flush=True)\n    input()"
     pipe = subprocess.PIPE

@@ -335,29 +335,26 @@ def test_swapped_weights_leave_no_cache_of_torch_stale(kind):
 
 
 class Adapting(torch.optim.SGD):
-    """Keeps state in its groups: a counter, the d of Prodigy, which adapts to gradients, a list, and a tensor."""
+    """Keeps state in its group: a counter, the d of Prodigy, which adapts to gradients, a list, and a tensor."""
 
     def __init__(self, parameters: Any, lr: Any = 0.1) -> None:
         super().__init__(parameters, lr=lr, momentum=0.9)
-        for group in self.param_groups:
-            group.update(d=1e-6, seen=[0, 0.5], norms=torch.zeros(2))
+        self.param_groups[0].update(d=1e-6, seen=[0, 0.5], norms=torch.zeros(2))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            norm = float(sum(p.grad.norm() for p in group["params"] if p.grad is not None))
-            group["step"] = group.get("step", 0) + 1
-            group["d"] = max(group["d"], norm * 1e-3)
-            group["seen"][0] = group["step"]
-            group["norms"].add_(norm)
-            for parameter in group["params"]:
-                self.state[parameter]["in_group"] = group["step"]
-        rates = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] = group["lr"] * group["d"]
+        (group,) = self.param_groups
+        norm = float(sum(p.grad.norm() for p in group["params"] if p.grad is not None))
+        group["step"] = group.get("step", 0) + 1
+        group["d"] = max(group["d"], norm * 1e-3)
+        group["seen"][0] = group["step"]
+        group["norms"].add_(norm)
+        for parameter in group["params"]:
+            self.state[parameter]["in_group"] = group["step"]
+        rate = group["lr"]
+        group["lr"] = rate * group["d"]
         super().step()
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        group["lr"] = rate
 
 
 def make(exchange: Any, lr: Any = 0.1, **settings: Any) -> LocalDeMo:
