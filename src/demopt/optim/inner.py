@@ -208,9 +208,7 @@ class InnerOptimizers:
         for each in self.optimizers:
             saved = each.state_dict()
             count = sum(len(group["params"]) for group in saved["param_groups"])
-            own = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
-            lent = {number: entries[first + number] for number in range(count) if first + number in entries}
-            saved["state"] = {**own, **lent}
+            saved["state"] = {n: entries[first + n] for n in range(count) if first + n in entries}
             groups = each.param_groups
             for group in saved["param_groups"]:  # torch copies them deeply, which locks and process groups refuse
                 group.update({name: None for name in group.keys() - {"params"} if not text_of(group[name])})
