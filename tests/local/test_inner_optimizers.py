@@ -284,7 +284,7 @@ def _replaced(rank: int, world_size: int, kind: str) -> None:
     model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in (model.weight, model.bias))
     for step in range(4):
         model(torch.ones(2, 4)).sum().backward()
-        if rank == 0 and step == (0 if kind == "DeMo" else 1):
+        if rank == 0 and step == (1 if kind == "DeMo" else 3):
             with pytest.warns(UserWarning, match="no parameter of this optimizer has had a gradient"):
                 optimizer.step()
         else:
@@ -292,8 +292,29 @@ def _replaced(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "in a folder"])
-def test_parameters_that_were_replaced_are_noticed_at_the_first_round(kind):
+def test_parameters_that_were_replaced_are_noticed_at_the_second_round(kind):
     ranks.run(_replaced, 1 if kind == "in a folder" else 2, kind)
+
+
+def _trained_late(rank: int, world_size: int, kind: str, frozen: bool) -> None:
+    """Rank 0 has no gradients in the first rounds, as of images without boxes, or nothing trains yet."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).requires_grad_(not frozen)
+    settings = {} if kind == "DeMo" else {"sync_every": 1, "delay": int(kind == "delay")}
+    optimizer = problems.optimizer_of("DeMo" if kind == "DeMo" else "LocalDeMo", model.parameters(), **settings)
+    torch.manual_seed(rank)
+    for step in range(4):
+        if step == 3:
+            model.requires_grad_()
+        if step == 3 or (rank == 1 and not frozen):
+            model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()  # a warning would be an error
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "delay"])
+def test_gradients_that_come_late_on_one_rank_or_after_freezing_cause_no_warning(kind, frozen):
+    ranks.run(_trained_late, 2, kind, frozen)
 
 
 @pytest.mark.parametrize("kind", ["autocast", "parametrized", "spectral_norm", "compiled"])

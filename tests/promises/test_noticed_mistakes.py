@@ -307,6 +307,9 @@ RATES: dict[str, tuple[list[float | None], Callable[[int], list[float]], int | N
     "decayed in the second": ([0.02, 0.01], lambda step: [0.02, _decayed(step)], None, ""),
     "decayed in the first, and the other does not train yet": ([0.02, 0.0], lambda s: [_decayed(s)], None, ""),
     "decayed in the only one": ([0.02], lambda step: [_decayed(step)], None, ""),
+    "in one optimizer, decayed in the first group": ([0.02, 0.01], lambda step: [_decayed(step)], None, ""),
+    "in one optimizer, a part of it in the first group": (PAIR, lambda _: [0.001, 0.01], None, ""),
+    "in one optimizer, AdamW's": (PAIR, lambda _: [0.002] * 2, 3, BELOW),
 }
 
 
@@ -319,7 +322,9 @@ def test_rate_of_a_script_far_below_the_given_one_or_in_the_first_group_alone_ca
     given, written, at, says = RATES[kind]
     rates = [{} if rate is None else {"lr": rate} for rate in given]
     pairs = zip(problems.parameters([(4, 4), (4,)]), rates, strict=False)
-    optimizer = LocalDeMo([torch.optim.SGD([parameter], **rate) for parameter, rate in pairs], sync_every=1)
+    groups = [{"params": [parameter], **rate} for parameter, rate in pairs]
+    optimizers = [groups] if kind.startswith("in one") else [[group] for group in groups]
+    optimizer = LocalDeMo([*map(torch.optim.SGD, optimizers)], sync_every=1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.1) if kind == "a scheduler" else None
     if kind.endswith("late in a run"):
         optimizer.load_state_dict(problems.by_file(optimizer.state_dict()))

@@ -433,12 +433,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        if self.local_steps:  # not of a worker that only asks what to read
-            self._warn_unless_trained(alone=self._rounds.in_step)
         sent = Stats()  # in this step
         while True:
             was_left_open = self._left_open
             self._end_open_round()
+            if self.local_steps:  # not of a worker that only asks what to read
+                self._warn_unless_trained(compared=self._rounds.in_step)
             sent = self.replicator.stats.after(sent) if was_left_open else sent
             self.replicator.require_idle("step")  # a round that the user began is not rolled back
             background, current = self.replicator.options.background, None

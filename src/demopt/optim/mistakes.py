@@ -129,8 +129,8 @@ class Mistakes:
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
-        self._built = _chosen_rates(optimizer.inner) if is_new else []  # until a hint
-        self._last = [0.0] * len(self._built)  # rates at the last round
+        self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # until a hint
+        self._last = [0.0] * len(optimizer.param_groups)  # rates at the last round
         self._still = 0  # rounds since a rate rose
         self._first: list[float] = []  # rates at the first round
         self._alone = 0  # rounds in a row
@@ -182,22 +182,27 @@ class Mistakes:
     def look_at_rates(self) -> None:
         """At a round: notices a script that writes its own rate over the one that an inner optimizer was built with.
 
-        A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch:
-        that scales the rate it finds, and marks the group with `initial_lr`.
+        An inner optimizer is suspect while no group's rate came near the one it was built with: others may have a part
+        of it, as with a decay by layer. A scheduler of torch scales the rate it finds, and marks its groups with
+        `initial_lr`.
         """
         self._look_at_other_groups()
-        rates = [_rate(group) for group in self._optimizer.param_groups[: len(self._built)]]
+        rates, suspects, first = [_rate(group) for group in self._optimizer.param_groups], [], 0
         self._still = 0 if any(rate > last for rate, last in zip(rates, self._last, strict=False)) else self._still + 1
         self._last = rates
-        small = [number for number, rate in enumerate(rates) if rate < _SMALL * self._built[number]]
-        suspects = [number for number in small if "initial_lr" not in self._optimizer.param_groups[number]]
+        for each, built in zip(self._optimizer.inner, self._built, strict=False):
+            pairs = [*zip(each.param_groups, built, strict=False)]
+            if not any(_rate(group) >= _SMALL * chosen > 0 for group, chosen in pairs):
+                found = enumerate(pairs, start=first)
+                suspects += [(n, chosen) for n, (group, chosen) in found if chosen and "initial_lr" not in group]
+            first += len(each.param_groups)
         if not suspects:
             self._built = []
         elif self._still >= _STILL_ROUNDS:
-            number, built, self._built = suspects[0], self._built[suspects[0]], []
+            (number, chosen), self._built = suspects[0], []
             self._optimizer.warn_once(
                 "rate",
-                f"the learning rate of inner group {number} is {rates[number]:g}; it was built with {built:g}, and no "
+                f"the learning rate of inner group {number} is {rates[number]:g}; it was built with {chosen:g}, and no "
                 "scheduler of torch lowered it. If the script writes its own rate into param_groups, write the "
                 "optimizer's (Muon's is about 10 times AdamW's) there, and likewise wherever the script has a rate, "
                 "such as min_lr",
@@ -210,6 +215,7 @@ class Mistakes:
         self._first = self._first if len(self._first) == len(rates) else rates
         moved = [rate != first for rate, first in zip(rates, self._first, strict=True)]
         alone = any(self._first[1:]) and moved[0] and not any(moved[1:]) and "initial_lr" not in groups[0]
+        alone = alone and len(self._optimizer.inner[0].param_groups) == 1  # else its script knows of several
         self._alone = self._alone + 1 if alone else 0
         if self._alone == _ALONE_ROUNDS:
             self._optimizer.warn_once(
@@ -243,14 +249,11 @@ class Mistakes:
         return f"{steps} step{'s' * (steps != 1)} after the last round" if steps else "before its round was applied"
 
 
-def _chosen_rates(inner: list[torch.optim.Optimizer]) -> list[float]:
+def _chosen_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """Returns the rate of each group as it was built; 0 where it is the default of the class, which nobody chose."""
-    found = []
-    for each in inner:
-        by_class = inspect.signature(type(each)).parameters.get("lr")
-        default = by_class.default if by_class is not None else None
-        found += [0.0 if _rate(group) == default else _rate(group) for group in each.param_groups]
-    return found
+    by_class = inspect.signature(type(optimizer)).parameters.get("lr")
+    rates = [_rate(group) for group in optimizer.param_groups]
+    return [0.0 if by_class is not None and rate == by_class.default else rate for rate in rates]
 
 
 def _rate(group: dict[str, Any]) -> float:

@@ -29,6 +29,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     sync_every: int = 1  # steps from one round to the next
     _warned: frozenset[str] = frozenset()  # of what
     _is_trained: bool = False  # some parameter has had a gradient
+    _has_begun: bool = False  # a round
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -102,15 +103,20 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         self._is_trained = self._is_trained or any(gradient is not None for gradient in gradients)
 
-    def _warn_unless_trained(self, alone: bool = True) -> None:
-        """Warns, at the first round, if no parameter has had a gradient; not if a single rank is `alone`."""
+    def _warn_unless_trained(self, compared: bool = True) -> None:
+        """Warns, from the second round on, if no parameter that trains has had a gradient.
+
+        `compared`: on no rank, of several. The first batches of one may have nothing to learn, such as no boxes.
+        """
         known = self._is_trained or "frozen" in self._warned
-        if not (known or (alone and self.replicator.rank_and_size[1] == 1)):
+        known = known or (compared and not self.replicator.session.compares_gradients)
+        if self._has_begun and not known and any(p.requires_grad for g in self.param_groups for p in g["params"]):
             self.warn_once(
                 "untrained",
-                "no parameter of this optimizer has had a gradient before the first round. Were they replaced after it "
-                "was built, by load_state_dict(assign=True), to_empty or new layers? Build it after that",
+                "no parameter of this optimizer has had a gradient before the second round. Were they replaced after "
+                "it was built, by load_state_dict(assign=True), to_empty or new layers? Build it after that",
             )
+        self._has_begun = True
 
     def _warn_of_frozen(self) -> None:
         """Warns, once, of a parameter with a gradient that is frozen in the step: torch's optimizers would train it."""
