@@ -128,9 +128,6 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
         damaged["state"][number]["owner_start"] = torch.tensor(5)
         with pytest.raises(ValueError, match=r"parameter 2 has an owner's error of .* chunk 5 on, .* 5 chunks of 4"):
             new.load_state_dict(damaged)
-    for odd_state in ([], None, {"state": [1]}, {"state": {0: 1}}, {"param_groups": [1]}):
-        with pytest.raises(TypeError, match="no optimizer's state"):
-            new.load_state_dict(odd_state)
     assert problems.same(_own(new), before)
     assert (new.fingerprint(), new.param_groups[0]["lr"]) == (weights, group)
 
