@@ -17,6 +17,7 @@ from torch import Tensor
 
 import demopt
 import forked
+import problems
 import ranks
 from laboratory.compare.methods import METHODS
 from laboratory.compare.methods.averaged import MAKERS, muon_maker
@@ -222,12 +223,6 @@ def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def memories_of(optimizer: Any) -> list[torch.Tensor]:
-    """Momenta or errors."""
-    state = optimizer.state_dict()["state"]
-    return [entry[name].clone() for entry in state.values() for name in ("momentum", "error") if name in entry]
-
-
 def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any]:
     model, settings = network(), CASES[case]
     local = case.startswith("LocalDeMo")
@@ -251,7 +246,7 @@ def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any
         found["traffic"].append((sent, received, not local and optimizer.stats.skipped))
         if step == 4:
             found["between"] = weights_of(model)
-    found |= {"local": weights_of(model), "memories": memories_of(optimizer)}
+    found |= {"local": weights_of(model), "memories": problems.momenta(optimizer)}
     with optimizer.shared() if local else nullcontext():
         found["global"] = weights_of(model)
     return found
@@ -276,7 +271,7 @@ def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
     found = [
         {
             "traffic": traffic, "between": between[rank], "local": weights_of(method.model_of(rank)),
-            "memories": memories_of(method.optimizers[rank]), "global": weights_of(workers.model),
+            "memories": problems.momenta(method.optimizers[rank]), "global": weights_of(workers.model),
         }
         for rank in range(world_size)
     ]  # fmt: skip

@@ -180,11 +180,9 @@ def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
     else:
         half = replicate(half) if kind == "replicate" else replicate_with_fsdp(half, mesh=mesh)
     model = nn.Sequential(DistributedDataParallel(make()), half)
-    try:
+    with pytest.raises((TypeError, ValueError)) as refused:
         demopt.unsync(model)
-    except (TypeError, ValueError) as error:
-        return str(error), model[0].require_backward_grad_sync
-    return "", False
+    return str(refused.value), model[0].require_backward_grad_sync
 
 
 REFUSED = "the model went through replicate(), which only synchronises; leave that call out"
