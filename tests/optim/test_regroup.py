@@ -178,3 +178,11 @@ def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerpr
 
     first, second = ranks.threads(resumed, 2)
     assert first == second
+
+
+def test_resync_of_ranks_with_other_parameters_is_refused_on_all():
+    def work(exchange: Exchange) -> None:
+        with pytest.raises(SettingsError, match=r"rank 1 has tensor 0 to copy = .*\[4\] where rank 0 has .*\[3\]"):
+            problems.demo(exchange, [(3 + exchange.rank,)]).resync()
+
+    ranks.threads(work, 2)

@@ -37,7 +37,7 @@ from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
 from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read_result
-from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
+from demopt.replicator.session import Session, check_alike, copies_of, copy_tensors, difference_of_copies
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import check_rank, warn
 from demopt.wire.bits import pack_sections
@@ -517,7 +517,11 @@ class Replicator:
         self.session.settle(wiring)
         exchange.await_all("resync()")
         number = self.round_number.to(wiring.device, copy=True).view(1)
-        copy_tensors(exchange, [*wiring.replicated_tensors(), number], src)
+        tensors = [*wiring.replicated_tensors(), number]
+        facts = {f"tensor {n} to copy": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
+        with exchange.paused():
+            check_alike(exchange, facts, wiring.device)  # other lengths end gloo's process
+        copy_tensors(exchange, tensors, src)
         for held in copies_of(wiring, exchange):
             copy_tensors(held.exchange, held.tensors(wiring, momenta=True), src=0)
         self.round_number.copy_(number[0])
