@@ -108,6 +108,7 @@ class Holding(torch.optim.SGD):
 
 #: As schedule-free optimizers; and as a wrapper that keeps its own state and that of another optimizer apart.
 TwoViews = type("TwoViews", (torch.optim.SGD,), dict.fromkeys(("train", "eval"), lambda _: None))
+Bare = type("Bare", (torch.optim.SGD,), {"__init__": lambda *_: None})  # as Opacus's
 OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"mine": {}, "base": {}}})
 
 
@@ -116,6 +117,7 @@ OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"m
     [
         (lambda p: Lookahead(p, lazily=False), r"Lookahead keeps a second copy of the weights \(its state 'slow'\)"),
         (TwoViews, r"inner is a TwoViews, whose train\(\) and eval\(\) switch .*schedule-free"),
+        (Bare, "inner is a Bare, which wraps an optimizer without torch's constructor"),
         (OtherState, "inner is a OtherState, whose state_dict has mine, base and no state by"),
     ],
 )

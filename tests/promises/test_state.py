@@ -242,6 +242,40 @@ def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(
     del dropped.state[problems.all_parameters(dropped)[0]]
     problems.fingerprints(dropped, range(1))
     assert int(dropped.replicator.round_number) == number + 1, "the other parameters have kept it"
+
+
+def test_momentum_that_a_script_replaces_is_taken():
+    one, other = problems.demo(), problems.demo()
+    for each in (one, other):
+        problems.fingerprints(each, range(3))
+    for mine, theirs in zip(problems.all_parameters(one), problems.all_parameters(other), strict=True):
+        one.state[mine]["momentum"] = torch.zeros_like(one.state[mine]["momentum"])
+        other.state[theirs]["momentum"].zero_()
+    assert problems.fingerprints(one, range(3, 6)) == problems.fingerprints(other, range(3, 6))
+    for mine, theirs in zip(problems.all_parameters(one), problems.all_parameters(other), strict=True):
+        assert torch.equal(one.state[mine]["momentum"], other.state[theirs]["momentum"])
+
+
+#: Changes of a state, which LocalDeMo puts together from its parts: they would be lost.
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+    "clear": lambda optimizer, _: optimizer.state.clear(),
+    "del": lambda optimizer, parameter: optimizer.state.__delitem__(parameter),
+    "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
+    "entry": lambda optimizer, parameter: optimizer.state[parameter].update(exp_avg=torch.ones(2)),
+    "value": lambda optimizer, parameter: optimizer.state[parameter].__setitem__("exp_avg", torch.ones(2)),
+    "of another": lambda optimizer, _: optimizer.state[torch.ones(2)].__setitem__("exp_avg", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
     local = problems.local()
+    problems.fingerprints(local, range(1))
+    parameter = problems.all_parameters(local)[0]
     with pytest.raises(RuntimeError, match=r"cannot be replaced.*inner\[0\].state.clear"):
-        local.state = defaultdict(dict)
+        CHANGES[change](local, parameter)
+    name = next(name for name in local.state[parameter] if name.startswith(("exp_avg", "momentum", "error")))
+    local.state[parameter] = dict(local.state[parameter])  # as Lightning does
+    local.state[parameter][name] *= 0.5  # in place
+    assert type(copy.deepcopy(local.state)) is dict

@@ -245,12 +245,17 @@ class DeMo(ReplicatedOptimizer):
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
 
     def _follow_state(self) -> None:
-        """Starts momenta at zero that a script has dropped from `state`, as torch's optimizers do."""
+        """Takes momenta that a script has put into `state`; those that it has dropped start at zero, as in torch."""
         replicator = self.replicator
 
         def is_whole() -> bool:
-            trained = (p for p in replicator.parameters if p.requires_grad)
-            return self.state is replicator.state and all("momentum" in self.state.get(p, ()) for p in trained)
+            mine = (
+                (self.state.get(p, {}), replicator.attached.get(p)) for p in replicator.parameters if p.requires_grad
+            )
+            return self.state is replicator.state and all(
+                held is not None and all(entry.get(name) is value for name, value in held.items())
+                for entry, held in mine
+            )
 
         if replicator.round is not None or is_whole():
             return

@@ -322,6 +322,11 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
                 f"inner is a {kind}, whose train() and eval() switch the model between two copies of the weights, as "
                 f"schedule-free optimizers do: one is in its state, {NOT_MOVED}"
             )
+        if not hasattr(each, "_optimizer_step_pre_hooks"):  # as Opacus's
+            raise TypeError(
+                f"inner is a {kind}, which wraps an optimizer without torch's constructor, so that its steps cannot be "
+                "watched; give the optimizer inside it to LocalDeMo, and that to the wrapper"
+            )
         if not {"state", "param_groups"} <= (saved := each.state_dict()).keys():
             raise TypeError(
                 f"inner is a {kind}, whose state_dict has {', '.join(map(str, saved))} and no state by parameter, so "

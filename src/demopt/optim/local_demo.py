@@ -29,7 +29,7 @@ from demopt.interrupts import uninterrupted
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
 from demopt.optim.mistakes import Mistakes, look_at_models
-from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
+from demopt.optim.replicated import ReplicatedOptimizer, Shown, refuse_change, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
@@ -605,16 +605,13 @@ class LocalDeMo(ReplicatedOptimizer):
             shared = {**error.shared, "global": global_weight}
             shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
             found[local] = SavedParameter(shared, {**error.own, **own}, inner.get(local, {}))
-        return defaultdict(dict, {parameter: saved.entry() for parameter, saved in found.items()})
+        return Shown(Shown, {parameter: Shown(None, saved.entry()) for parameter, saved in found.items()})
 
     @state.setter
     def state(self, _: object) -> None:
         """From torch's constructor. Each part of this state has its place, so later it is refused."""
         if hasattr(self, "replicator"):
-            raise RuntimeError(
-                "the state of a LocalDeMo cannot be replaced: load_state_dict loads one, and "
-                "optimizer.inner[0].state.clear() restarts an inner optimizer"
-            )
+            refuse_change()
 
     @property
     def weights_differ(self) -> bool:

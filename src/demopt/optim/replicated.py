@@ -1,5 +1,6 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +19,38 @@ T = TypeVar("T")
 def unrecorded(method: Callable[P, T]) -> Callable[P, T]:
     """Makes a method run without autograd, and its tensors ordinary ones also inside `torch.inference_mode()`."""
     return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+def refuse_change(*_: Any, **__: Any) -> None:
+    """Raises RuntimeError where a script changes a state that is put together anew at each look."""
+    raise RuntimeError(
+        "the state of a LocalDeMo cannot be replaced, nor an entry of it: load_state_dict loads one, "
+        "optimizer.inner[0].state takes changes, and optimizer.inner[0].state.clear() restarts an inner optimizer. For "
+        "new parameters build LocalDeMo anew"
+    )
+
+
+class Shown(defaultdict[Any, Any]):
+    """A state, or a parameter's entry, that takes no change: it would be lost. Its tensors are the optimizer's own."""
+
+    __delitem__ = __ior__ = clear = pop = popitem = update = refuse_change  # type: ignore[assignment]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not _is_alike(self.get(key, {}), value):
+            refuse_change()
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # of a copy or a file
+
+
+def _is_alike(before: Any, value: Any) -> bool:
+    """Whether an entry is the same as before, or on another device, where Lightning moves a state."""
+    if isinstance(value, Mapping) and isinstance(before, Mapping):
+        return before.keys() == value.keys() and all(_is_alike(before[name], value[name]) for name in value)
+    if not (isinstance(value, Tensor) and isinstance(before, Tensor)):
+        return value is before
+    return value is before or value.device != before.device or torch.equal(value, before)
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
