@@ -3,16 +3,14 @@
 import copy
 import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import stores
 import torch
 import torch.distributed.checkpoint as dcp
-from workers import Counter, Worker, at_first, joined, replayed, times_applied, together
+from workers import Counter, Worker, at_first, joined, replayed, times_applied
 
 from demopt import LocalDeMo
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
@@ -96,6 +94,7 @@ def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once
     dies.step()
     state = copy.deepcopy(dies.optimizer.own_state_dict())
     dies.step()  # the message that the state does not know, and its round
+    dies.optimizer._rounds.save()
     with patch.object(LocalDeMo, "join"):
         again = Counter(bare, 1, 0, state)
     again.taken = dies.taken
@@ -150,7 +149,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
-    wrong += [{"error_is_ahead": 3}, {"read": "3"}, {"read": '["a"]'}]
+    wrong += [{"read": "3"}, {"read": '["a"]'}]
     for folder in [{**known, **each} for each in wrong] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
@@ -189,27 +188,25 @@ def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
     assert (worker.run.unsent, worker.run.last.in_momentum) == (0, False)
 
 
-def test_state_knows_the_message_whose_round_was_covered_as_its_worker_stopped(store):
-    first, second = joined(store, checkpoint_every=2)
-    together([first, second], 1)
-
-    def covered(*_: Any) -> Any:
-        second.run.asked_to_stop = lambda: True
-        raise CoveredError("covered")
-
-    second.run.results_of = covered
-    for worker in (first, second):
+def test_message_counts_once_whose_round_is_covered_where_the_checkpoint_cannot_be_read_yet():
+    bare = ObjectStore()
+    other, dies = (Counter(bare, number, 0) for number in range(2))
+    for worker in (other, dies):
         worker.step()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Worker.step, (first, second)))
-    assert second.run.row is not None
-    first.run.late = 0.0
-    state = second.optimizer.own_state_dict()
-    first.round(5)
-    again = Worker(store, 1, state=state).join()
-    assert again.digest == first.digest
-    assert not any("does not know" in text for text in again.said), again.said
-    assert all(entry["error"].any() for entry in again.optimizer.state.values())
+    no_checkpoint = pytest.raises(ExchangeError, match="has no checkpoint after round 1")
+    with no_checkpoint, patch.object(dies.run, "results_of", Mock(side_effect=CoveredError("covered"))):
+        dies.step()
+    state = copy.deepcopy(dies.optimizer.own_state_dict())
+    for _ in range(3):
+        other.step()
+    other.optimizer._rounds.save()
+    log.clear(bare, range(1))
+    again = Counter(bare, 1, 0, state)
+    again.taken = dies.taken
+    for _ in range(2):
+        again.step()
+    assert again.run.last.row == 0
+    assert all(parameter.sum() == -dies.taken - other.taken - 2 for parameter in again.optimizer.replicator.parameters)
 
 
 # Objects that are gone, of a run of four rounds with checkpoints after two and four

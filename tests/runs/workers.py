@@ -142,10 +142,10 @@ class Counter:
         self.optimizer.join()
 
     def step(self) -> None:
+        self.taken += 1
         self.optimizer.zero_grad()
         self.parameter.grad = torch.zeros_like(self.parameter)
-        self.parameter.grad[self.number * 128 + self.taken] = 1.0
-        self.taken += 1
+        self.parameter.grad[self.number * 128 + self.taken - 1] = 1.0
         self.optimizer.step()
 
     def ended(self) -> None:

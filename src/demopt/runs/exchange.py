@@ -33,7 +33,6 @@ from demopt.runs.inbox import (
     FolderOutcome,
     ForkedError,
     Inbox,
-    attempts,
     envelope_of,
     renamed,
     row_of,
@@ -136,7 +135,7 @@ class FolderExchange(VaryingExchange):
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
         self.last: FolderOutcome | None = None  # of the last round that this worker sent a message for
-        self.left_out = 0  # rounds in a row
+        self.left_out = 0  # rounds in a row, also those that moved nothing
         self.stopping = False  # the run was stopped
         # Its own, and that of its rounds:
         self._record: Record | None = None
@@ -331,8 +330,7 @@ class FolderExchange(VaryingExchange):
         age = began - attached.round_began
         may_be_late = age >= SLACK * mine.seconds + self.late  # no long upload for a round that is over
         may_be_gone = age >= _STILL_THERE  # no message is put where the manifest before is not there any more
-        tells_others = reads_wish and len(members) > 1  # its message says whether there is a wish, which it reads now
-        puts_at_once = not (may_be_late or may_be_gone or tells_others)
+        puts_at_once = not (may_be_late or may_be_gone)
         together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
         together += [self._hears_stop] if reads_wish else []
         together += [partial(self._put, mine)] if puts_at_once else []
@@ -341,7 +339,7 @@ class FolderExchange(VaryingExchange):
         put_at, waited_for = time.monotonic(), tuple[str, ...]()  # or when it found that the round is over
         if (manifest := inbox.read_manifest()) is None:
             if not puts_at_once:
-                (mine,) = inbox.read_new(partial(self._put, replace(mine, stop=self._heard_stop < math.inf)))
+                (mine,) = inbox.read_new(partial(self._put, mine))
                 put_at = time.monotonic()
             inbox.add(mine, log.digest(mine.packed()))
             inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
@@ -394,9 +392,9 @@ class FolderExchange(VaryingExchange):
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
-            if (own := next((each for each in attempts(mine) if each.packed() == there), None)) is not None:
+            if there == packed:
                 self.sent_bytes += len(packed)
-                return own
+                return mine
             other = renamed(mine)  # each time another name, because the digest in it is of the name, too
             self.say(
                 f"{name} is another worker's, or an earlier message of this one, which is {other.worker} from now on"

@@ -2,7 +2,7 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -164,23 +164,15 @@ class Inbox:
 
 def renamed(sent: Envelope) -> Envelope:
     """Returns a message under its worker's second name, for a worker whose first one is another's, too."""
-    same_after_an_error = log.digest(replace(sent, stop=False).packed())[:8]
-    return replace(sent, worker=f"{sent.worker[:50]}-{same_after_an_error}")
-
-
-def attempts(sent: Envelope) -> Iterator[Envelope]:
-    """Yields a message as an earlier attempt may have put it, too: with another flag `stop`, or the second name."""
-    yield from (sent, replace(sent, stop=not sent.stop))
-    second = renamed(sent)
-    yield from (second, replace(second, stop=not second.stop))
+    return replace(sent, worker=f"{sent.worker[:50]}-{log.digest(sent.packed())[:8]}")
 
 
 def row_of(sent: Envelope, manifest: Manifest) -> int | None:
-    """Returns the row of a worker's own message in a manifest; None if it is left out."""
+    """Returns the row of a worker's own message, by whichever name, in a manifest; None if it is left out."""
     # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
-    alike = [(row, each) for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])]
-    own = (row for row, each in alike if any(log.digest(it.packed()) == each.digest for it in attempts(sent)))
-    return next(own, None)
+    alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
+    own = (log.digest(each.packed()) for each in (sent, renamed(sent))) if alike else ()
+    return next((alike[each] for each in own if each in alike), None)
 
 
 def envelope_of(attached: Attached, message: Tensor) -> Envelope:

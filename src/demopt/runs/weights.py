@@ -62,7 +62,6 @@ class SavedWorker:
     worker: str
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
-    error_is_ahead: bool  # by the round whose message has left it, which the weights do not have (`exchange_and_apply`)
     read: list[int]  # numbers of sequences that no manifest has as read
 
     @staticmethod
@@ -72,13 +71,12 @@ class SavedWorker:
             return None
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
-            ahead = entry.get("error_is_ahead", entry.get("is_settled", False))  # early 0.3.0 had other names, or none
-            read = json.loads(entry.get("read", "[]"))
+            read = json.loads(entry.get("read", "[]"))  # early 0.3.0 had none
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
-            if not (named and isinstance(before, str) and isinstance(ahead, bool)):
+            if not (named and isinstance(before, str)):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
-            return SavedWorker(run, worker, before, message, ahead, read)
+            return SavedWorker(run, worker, before, message, read)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
@@ -118,7 +116,6 @@ class FolderRounds(Rounds):
         self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
         # In `join`: the first round whose manifest may list a message of this worker that is later than its state
         self._unknown_from: float = math.inf
-        self._error_ahead_in = -1  # the round whose message has left the error, while the weights still lack it
 
     @property
     def _number(self) -> int:
@@ -160,7 +157,7 @@ class FolderRounds(Rounds):
             if self._unknown_from < math.inf and self._end_later_message():
                 self._follow_run()
             self._unknown_from = math.inf
-            run.stopping = False  # in the rounds before
+            run.stopping = self.is_behind = False  # in the rounds before
         else:
             self._restored, self._weights_of = None, run.record.identity
             run.numbers_read.clear()  # of a state of another run
@@ -205,10 +202,7 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            # It knows its message of this round, if it has it or that has left the error; of later ones it cannot.
-            knows_this_round = restored.error_is_ahead or restored.message is not None
-            self._unknown_from = self._number + int(knows_this_round)
-            self._error_ahead_in = self._number if restored.error_is_ahead else -1
+            self._unknown_from = self._number + int(restored.message is not None)  # that is of this round
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
@@ -257,7 +251,7 @@ class FolderRounds(Rounds):
         self.run.unsent = 0
         if self.run.last is not None:  # of a message that was left out nothing is sent later
             self.run.last = replace(self.run.last, in_momentum=False)
-        self.keeps_steps, self._unknown_from, self._error_ahead_in = False, math.inf, -1
+        self.keeps_steps, self._unknown_from = False, math.inf
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -289,24 +283,26 @@ class FolderRounds(Rounds):
         assert current is not None
         try:
             replicator.round, self._open = current, None
-            messages = replicator.exchange()
-            with uninterrupted():  # so that `decided` is the manifest of the weights
-                replicator.apply(messages)
-                outcome = self._end_round(current)
-                settle()
-        except (CoveredError, DriftError) as error:
-            # `exchange` has noted the outcome: if it has a row, this worker's message leaves the error. Weights and
-            # number wait, for `catch_up`, which meets the manifest again and takes a checkpoint, or for good where
-            # weights have drifted.
+            try:
+                messages = replicator.exchange()
+            except CoveredError:  # a checkpoint has its messages, and this worker's if that counts
+
+                def end() -> None:
+                    replicator.mark_applied()
+                    self._note_end(current)
+                    settle()
+
+                self._load_newest(least=self._number + 1, then=end)
+            else:
+                with uninterrupted():  # so that `decided` is the manifest of the weights
+                    replicator.apply(messages)
+                    self._note_end(current)
+                    settle()
+        except DriftError:  # by the others this worker's message is applied, if it has a row
             with uninterrupted():
                 replicator.mark_applied()
-                # Without a row nothing has left it, which is the same here: that manifest does not list this worker.
-                if current.in_momentum:  # otherwise the message is later than a state: see `_drop_if_sent_later`
-                    self._error_ahead_in = self._number
-                if isinstance(error, DriftError):
-                    raise
-                outcome = self._end_round(current)
-                settle()
+                self._note_end(current)
+            raise
         except ForkedError as error:
             with uninterrupted():
                 replicator.rollback()
@@ -318,19 +314,22 @@ class FolderRounds(Rounds):
             if not replicator.in_flight:
                 self._open, replicator.round = replicator.round, None
             raise
+        outcome = self.run.last
+        assert outcome is not None
+        if outcome.envelope.leaves or self.run.stopping:
+            self.run.take_back_hellos(self._number)
         if not self.is_behind:
             self._save_if_due(outcome)
 
-    def _end_round(self, current: Round) -> FolderOutcome:
+    def _note_end(self, current: Round) -> None:
         """Notes the outcome of a round for which this worker has sent a message."""
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
         self.run.end_round(outcome, current.in_momentum)
-        if outcome.envelope.leaves or self.run.stopping:
-            self.run.take_back_hellos(self._number)
-        # Left out: this round is applied, but later ones may be decided already.
-        self.is_behind = outcome.row is None or outcome.error is not None
-        return outcome
+        # Left out, or covered: later rounds may be decided already. Drifted weights wait for `resync`.
+        self.is_behind = not isinstance(outcome.error, DriftError) and (
+            outcome.row is None or outcome.error is not None
+        )
 
     def _save_if_due(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.
@@ -508,8 +507,11 @@ class FolderRounds(Rounds):
         run.later(write)
 
     @torch.no_grad()
-    def load(self, number: int) -> None:
-        """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
+    def load(self, number: int, then: Callable[[], None] = lambda: None) -> None:
+        """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken.
+
+        `then` is called before any handler of a signal can see them.
+        """
         run, tensors = self.run, self.replicator.wiring().replicated_tensors()
         name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + MOST_HEAD)
@@ -528,9 +530,13 @@ class FolderRounds(Rounds):
                 tensor.copy_(value)
             self.replicator.round_number.fill_(number)
             run.decided, self._weights_of = before, run.record.identity
+            then()
 
-    def _load_newest(self, least: int) -> None:
-        """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
+    def _load_newest(self, least: int, then: Callable[[], None] = lambda: None) -> None:
+        """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag.
+
+        `then`: see `load`.
+        """
         run = self.run
         what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
 
@@ -538,7 +544,7 @@ class FolderRounds(Rounds):
             found = [number for number in log.checkpoints(run.store) if number >= least]
             for number in reversed(found):
                 try:
-                    self.load(number)
+                    self.load(number, then)
                 except CoveredError:  # deleted since it was listed, because there are newer ones
                     return None
                 except ForeignError:  # it is none
@@ -595,9 +601,7 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
-        ahead, read = self._error_ahead_in == self._number, sorted(run.numbers_read)
-        saved = SavedWorker(run.record.identity, run.worker, before, message, error_is_ahead=ahead, read=read)
-        return saved.entry()
+        return SavedWorker(run.record.identity, run.worker, before, message, sorted(run.numbers_read)).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -608,7 +612,7 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         self._restored, self.run.numbers_read = saved, {*saved.read} if saved else set()
-        self._open, self._weights_of, self._unknown_from, self._error_ahead_in = None, "", math.inf, -1
+        self._open, self._weights_of, self._unknown_from = None, "", math.inf
         self.run.joined = False
 
 

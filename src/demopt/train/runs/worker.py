@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from demopt.errors import DemoptError, first_line, printable
+from demopt.errors import DemoptError, DriftError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.output import tell
@@ -204,9 +204,12 @@ class Worker:
             out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
             try:
                 train_steps(training, self)
-            except DemoptError:
-                run.close()
+            except DemoptError as error:
+                self._hear()
                 with suppress(DemoptError):  # the first error is the one to tell
+                    if isinstance(error, DriftError):
+                        self.optimizer.resync()  # no state goes on from weights that differ
+                    run.close()
                     self._save()
                     print(f"saved: {printable(str(out.state))}", flush=True)
                 raise
