@@ -1,5 +1,6 @@
 """Real processes train through a folder: they join, are killed, leave, stop and go on, and replay agrees."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ from test_reading import lost
 
 import forked
 import models
-from demopt.errors import ExchangeError
+from demopt.errors import DriftError, ExchangeError
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.store import Store, open_store
@@ -56,6 +57,9 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
         outcome = exchange_round(self, wiring, header, *rest)
         if end == "killed at the manifest" and header.round_number == ENDS:
             os.kill(os.getpid(), signal.SIGKILL)
+        if end == "failed by a drift" and header.round_number == ENDS:
+            self._replicator.parameters[0].data.add_(1.0)
+            return dataclasses.replace(outcome, error=DriftError(ENDS))
         return outcome
 
     def last(self: Any, mine: log.Envelope) -> log.Envelope:
@@ -227,7 +231,12 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machi
 
 @pytest.mark.parametrize(
     "lives",
-    [("killed at the message",), ("killed at the manifest",), ("failed at the message", "killed at the manifest")],
+    [
+        ("killed at the message",),
+        ("killed at the manifest",),
+        ("failed at the message", "killed at the manifest"),
+        ("failed by a drift",),
+    ],
 )
 def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_step_counts_once(lives, machines):
     """By SIGKILL, when its message is put or when its manifest is; in the last case its saved state knows neither."""

@@ -208,6 +208,7 @@ class Worker:
                 self._hear()
                 with suppress(DemoptError):  # the first error is the one to tell
                     if isinstance(error, DriftError):
+                        run.leaving = True  # so that nobody waits for it
                         self.optimizer.resync()  # no state goes on from weights that differ
                     run.close()
                     self._save()
