@@ -26,8 +26,13 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, lambda *number_and_frame: came.append(number_and_frame))
         yield
     finally:
+
+        def answer() -> None:
+            with ExitStack() as ends:
+                for number, frame in reversed(came):
+                    ends.callback(handlers[number], number, frame)
+
         with ExitStack() as ends:  # each call is made, also after one that raises
-            for number, frame in reversed(came):
-                ends.callback(handlers[number], number, frame)
+            ends.callback(answer)  # the last one: until its handler is back, a signal is noted in `came`
             for number, handler in handlers.items():
                 ends.callback(signal.signal, number, handler)

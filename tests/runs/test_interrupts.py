@@ -1,6 +1,7 @@
 """Ctrl-C at any line of the library leaves no round half applied: every step counts once, and no worker forks."""
 
 import copy
+import itertools
 import random
 import signal
 import sys
@@ -28,7 +29,7 @@ class CtrlC:
     """Raises SIGINT at a line of the library that the main thread executes, counted from 1; never in other threads."""
 
     def __init__(self, at: float) -> None:
-        self.at, self.lines = at, 0
+        self.at, self.lines, self.has_interrupted = at, 0, False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
@@ -40,12 +41,14 @@ class CtrlC:
             signal.raise_signal(signal.SIGINT)
         return self._line
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "CtrlC":
         sys.settrace(self)
+        return self
 
     def __exit__(self, kind: Any, *rest: Any) -> bool:
         sys.settrace(None)
-        return kind is KeyboardInterrupt
+        self.has_interrupted = kind is KeyboardInterrupt
+        return self.has_interrupted
 
 
 def _in_background(frame: FrameType | None) -> bool:
@@ -180,3 +183,13 @@ def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_be
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert (done, signal.getsignal(signal.SIGINT)) == (["inner", "outer"], before)
+
+
+def test_signal_at_any_line_of_the_context_is_handled_once() -> None:
+    for at in itertools.count(1):
+        with CtrlC(at) as ctrl_c, uninterrupted():
+            pass
+        if ctrl_c.lines < at:
+            break
+        assert ctrl_c.has_interrupted, at
+    assert at > 10
