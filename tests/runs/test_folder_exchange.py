@@ -16,7 +16,7 @@ from workers import EXACTLY, Counter, Worker, at_first, joined, replayed, times_
 
 import demopt
 from demopt import DriftError, FolderExchange
-from demopt.errors import ExchangeError, MessageError, SettingsError
+from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
 from demopt.runs import log
 from demopt.runs.inbox import CoveredError
@@ -424,18 +424,22 @@ def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others
     assert "the others are asked to wait" in joiner.said[0]
 
 
-def test_manifest_of_a_run_that_is_gone_is_not_put_into_the_one_that_replaced_it(store, monkeypatch):
+@pytest.mark.parametrize("older", [False, True])
+def test_manifest_is_not_put_where_another_run_or_an_older_copy_has_replaced_the_run(older, store, monkeypatch):
     monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.0)
     worker = Worker(store, 0)
     worker.round()
     decide, mine = worker.run._manifest_of, worker.run.record.identity.encode()
 
     def replaced(*given):
-        stores.change(store, log.RECORD, lambda data: data.replace(mine, b"another"))
+        if older:
+            store.delete([log.manifest_name(0)])
+        else:
+            stores.change(store, log.RECORD, lambda data: data.replace(mine, b"another"))
         return decide(*given)
 
     worker.run._manifest_of = replaced
-    with pytest.raises(SettingsError, match="holds another run than this worker's"):
+    with pytest.raises(DemoptError, match="the run is gone from" if older else "holds another run than this worker's"):
         worker.round()
     assert not log.look(store, 1).has_manifest
 

@@ -343,7 +343,7 @@ class FolderExchange(VaryingExchange):
                 put_at = time.monotonic()
             inbox.add(mine, log.digest(mine.packed()))
             inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
-            manifest, waited_for = self._manifest_of(inbox, mine, put_at)
+            manifest, waited_for = self._manifest_of(inbox, mine, put_at, decided)
         error: DemoptError | None = None
         known_at = inbox.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
@@ -410,7 +410,9 @@ class FolderExchange(VaryingExchange):
         except MessageError:  # another's
             return b""
 
-    def _manifest_of(self, inbox: Inbox, mine: Envelope, put_at: float) -> tuple[Manifest, tuple[str, ...]]:
+    def _manifest_of(
+        self, inbox: Inbox, mine: Envelope, put_at: float, decided: Manifest | None
+    ) -> tuple[Manifest, tuple[str, ...]]:
         """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
 
         Also whom it waited for last. After a wish to stop it waits for nobody longer than `late`.
@@ -430,8 +432,8 @@ class FolderExchange(VaryingExchange):
                 inbox.read_new(inbox.look)
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
-                if now - put_at > _TOLD_AFTER:
-                    self._require_run()  # a new one may have begun at the address
+                if now - put_at > _TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
+                    self._all([self._require_run, partial(self._require_round_before, decided)])
                 return self._propose(inbox.draft(author)), missing or waited_for
             if (manifest := inbox.read_manifest()) is not None:
                 return manifest, waited_for
