@@ -84,9 +84,9 @@ class OptimizerState:
         old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            # `LoadPlanner` has requested the keys of `overlaps`, whoever saved them. An own key that the file lacks has
-            # left the planner's table only: there is None, or with older torch the entry of now. Its rank is above all
-            # that saved the file, so `overlaps` never names it.
+            # `LoadPlanner.set_up_planner`, below, has requested the keys of `overlaps`. An own key that the file lacks
+            # has left the planner's table only: there is None, or with older torch the entry of now. Its rank is above
+            # all that saved the file, so `overlaps` never names it.
             if not (match := _KEY.fullmatch(key)) or entry is None:
                 continue
             state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})

@@ -318,8 +318,8 @@ def _clean(state: StateDict) -> StateDict:
     found = {}
     for number, entry in state.get("state", {}).items():
         saved_by = SavedBy.of(entry)
-        has_more = saved_by is None or len(entry) > saved_by.entries
-        found[number] = {k: v for k, v in entry.items() if not (has_more and isinstance(v, dict) and not v)}
+        torch_added = saved_by is None or len(entry) > saved_by.entries  # more than there were when it was saved
+        found[number] = {k: v for k, v in entry.items() if not (torch_added and isinstance(v, dict) and not v)}
     return {**state, "state": found}
 
 
@@ -473,8 +473,8 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
 def _own_value(saved: SavedParameter, name: str) -> Any:
     """Returns what a rank has under a name of AVERAGED: it has left out weights that are the global ones.
 
-    A start never comes without local weights. Local weights that are not finite count as their start: that rank would
-    drop its steps (`LocalWeights.keep`).
+    A start never comes without local weights (`LocalDeMo.weights_differ`). Those that are not finite count as their
+    start: that rank would drop its steps (`LocalWeights.keep`).
     """
     if name == "momentum":
         return saved.own.get(name)

@@ -243,7 +243,7 @@ class ChunkGroup:
             chunkings = [chunked.chunking for chunked in parameters]
             keep = None if self.section.all_signs else key.keep
             self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
-        # the same kernel where it can do more, otherwise None
+        # the same one, where it can do more
         self.inverter = self.kernel if key.exact else None  # steps 6 and 7
         signs = self.rule.signs_only and key.ties
         self.updater = self.inverter if signs or self.rule.name == "sgd" else None  # step 8 too

@@ -204,7 +204,7 @@ class LocalDeMo(ReplicatedOptimizer):
         return self.local_steps >= self.sync_every or self._left_open
 
     @property
-    def _left_open(self) -> bool:
+    def _left_open(self) -> bool:  # with delay, a round is open until the next one is due
         return self._rounds.is_open and not self.replicator.options.background
 
     @unrecorded

@@ -83,13 +83,18 @@ class Inbox:
         """Returns whose messages and hellos are there and were not read."""
         seen = self.seen
         hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.envelope.worker}
-        messages = seen.messages - {*self.valid, *self.refused, *self._unreadable}
+        messages = self._there - {*self.valid, *self.refused}
         return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
         expected = log.expected(self._attached.decided, {*self.hellos, *self.unread()[1]})
-        return tuple(sorted(expected - {*self.valid, *self.refused, *(self.seen.messages - self._unreadable)}))
+        return tuple(sorted(expected - {*self.valid, *self.refused, *self._there}))
+
+    @property
+    def _there(self) -> set[str]:
+        """The workers whose messages were listed, and could be read if that was tried."""
+        return self.seen.messages - self._unreadable
 
     def read_new(self, *also: Callable[[], Any]) -> list[Any]:
         """Reads what is new at the last look; makes other requests beside that, and returns their results."""

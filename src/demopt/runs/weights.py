@@ -113,9 +113,9 @@ class FolderRounds(Rounds):
         self.moments = moments
         self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
-        self._weights_of = ""  # the identity of the run, once a state or a checkpoint has given them
+        self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
         # In `join`: the first round whose manifest may list a message of this worker that is later than its state
-        self._unknown_from: float = math.inf
+        self._may_have_sent_from: float = math.inf
 
     @property
     def _number(self) -> int:
@@ -154,12 +154,12 @@ class FolderRounds(Rounds):
             self._check_order(groups)
             self._enter()
             self._follow_run()
-            if self._unknown_from < math.inf and self._end_later_message():
+            if self._may_have_sent_from < math.inf and self._end_later_message():
                 self._follow_run()
-            self._unknown_from = math.inf
+            self._may_have_sent_from = math.inf
             run.stopping = self.is_behind = False  # in the rounds before
         else:
-            self._restored, self._weights_of = None, run.record.identity
+            self._restored, self._run_of_weights = None, run.record.identity
             run.numbers_read.clear()  # of a state of another run
         run.hello(self._number)
         run.joined = True
@@ -191,24 +191,24 @@ class FolderRounds(Rounds):
         run, restored = self.run, self._restored
         if restored is not None and restored.run != run.record.identity:
             raise SettingsError(f"the state is of another run than {run.store.address} holds")
-        if restored is None and self._number > 0 and self._weights_of != run.record.identity:
+        if restored is None and self._number > 0 and self._run_of_weights != run.record.identity:
             raise SettingsError(
                 f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
                 "join with a new optimizer, or one that has loaded its state of this run"
             )
         # Without a state it may have the run's weights from `observe`, or from a `join` that an error has ended.
-        self.keeps_steps = restored is not None or self._weights_of == run.record.identity
+        self.keeps_steps = restored is not None or self._run_of_weights == run.record.identity
         if not self.keeps_steps:
             self._load_newest(least=0)
         if restored is not None:
             run.worker = restored.worker
-            self._unknown_from = self._number + int(restored.message is not None)  # that is of this round
+            self._may_have_sent_from = self._number + int(restored.message is not None)  # that is of this round
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
             elif restored.message is not None:
                 self._open = self._round_of(restored.message, in_momentum=True)
-        self._restored, self._weights_of = None, run.record.identity
+        self._restored, self._run_of_weights = None, run.record.identity
         if self.is_open:
             self._end_saved_round()
 
@@ -241,7 +241,7 @@ class FolderRounds(Rounds):
 
     def _drop_if_sent_later(self, manifest: Manifest) -> None:
         """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        if manifest.round >= self._unknown_from and self.run.worker in [each.worker for each in manifest.senders]:
+        if manifest.round >= self._may_have_sent_from and self.run.worker in [each.worker for each in manifest.senders]:
             self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
             self._drop_unsent()
 
@@ -251,7 +251,7 @@ class FolderRounds(Rounds):
         self.run.unsent = 0
         if self.run.last is not None:  # of a message that was left out nothing is sent later
             self.run.last = replace(self.run.last, in_momentum=False)
-        self.keeps_steps, self._unknown_from = False, math.inf
+        self.keeps_steps, self._may_have_sent_from = False, math.inf
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -529,7 +529,7 @@ class FolderRounds(Rounds):
             for tensor, value in zip(tensors, found, strict=True):
                 tensor.copy_(value)
             self.replicator.round_number.fill_(number)
-            run.decided, self._weights_of = before, run.record.identity
+            run.decided, self._run_of_weights = before, run.record.identity
             then()
 
     def _load_newest(self, least: int, then: Callable[[], None] = lambda: None) -> None:
@@ -559,7 +559,7 @@ class FolderRounds(Rounds):
 
         number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if self._unknown_from < math.inf:
+        if self._may_have_sent_from < math.inf:
             for missed in filter(None, map(self._manifest, range(number_before, self._number))):
                 self._drop_if_sent_later(missed)
 
@@ -594,7 +594,7 @@ class FolderRounds(Rounds):
     def entry(self) -> dict[str, Any]:
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
             return self._restored.entry()
-        if not self._weights_of:
+        if not self._run_of_weights:
             return {}
         self.replicator.let_extract()
         run, current, before = self.run, self._open or self.replicator.round, log.digest_of(self.run.decided)
@@ -612,7 +612,7 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         self._restored, self.run.numbers_read = saved, {*saved.read} if saved else set()
-        self._open, self._weights_of, self._unknown_from = None, "", math.inf
+        self._open, self._run_of_weights, self._may_have_sent_from = None, "", math.inf
         self.run.joined = False
 
 
