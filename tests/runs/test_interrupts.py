@@ -107,6 +107,20 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
     assert times_applied(store, workers) == [[1.0] * 4] * 2
 
 
+@pytest.mark.usefixtures("still")
+def test_round_whose_words_raise_an_error_counts_every_step_once():
+    def fail(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    store, said = ObjectStore(), list[str]()
+    workers = [Counter(store, number, 0) for number in range(3)]
+    workers[0].run.say = at_first(fail, said.append)
+    for taken in range(6):
+        with pytest.raises(BrokenPipeError, match="moves nothing") if taken == 1 else nullcontext():
+            workers[0].step()
+    assert times_applied(store, workers)[0] == [1.0] * 6
+
+
 def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later() -> None:
     def interrupted(at: float) -> int:
         parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)

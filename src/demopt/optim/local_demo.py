@@ -453,8 +453,8 @@ class LocalDeMo(ReplicatedOptimizer):
             except BaseException:
                 abandoned = self.replicator.round or current  # None: D is not in the error
                 ended = self.replicator.in_flight or int(self.replicator.round_number) > number  # sent, or applied
-                if abandoned is not None and not ended:
-                    self._keep_weights(abandoned.finite)
+                if abandoned is not None:  # `settle` may not have been reached, as after a warning that is an error
+                    (self._set_weights if ended else self._keep_weights)(abandoned.finite)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             self.replicator.stats = sent = self.replicator.stats.after(sent)

@@ -490,6 +490,10 @@ class FolderExchange(VaryingExchange):
             self.left_out = 0 if outcome.row is not None else self.left_out + 1
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
+        if outcome.error is None:
+            self.decided = manifest
+        self.round_began = outcome.known_at
+        self._obey(manifest)
         if self._overlooked_rounds == 2:
             self.say(
                 f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, lacks "
@@ -500,10 +504,6 @@ class FolderExchange(VaryingExchange):
                 f"round {manifest.round + 1}: fewer than half of its members have sent a message, so it moves nothing; "
                 "what they have sent counts later"
             )
-        if outcome.error is None:
-            self.decided = manifest
-        self.round_began = outcome.known_at
-        self._obey(manifest)
 
     def follow(self, manifest: Manifest) -> None:
         """Notes that a round was applied for which this worker sent nothing."""

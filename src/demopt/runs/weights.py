@@ -325,11 +325,11 @@ class FolderRounds(Rounds):
         """Notes the outcome of a round for which this worker has sent a message."""
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
-        self.run.end_round(outcome, current.in_momentum)
         # Left out, or covered: later rounds may be decided already. Drifted weights wait for `resync`.
         self.is_behind = not isinstance(outcome.error, DriftError) and (
             outcome.row is None or outcome.error is not None
         )
+        self.run.end_round(outcome, current.in_momentum)
 
     def _save_if_due(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.
