@@ -1,6 +1,7 @@
 """Ranks with different settings or versions: an error at the first step that names rank and setting."""
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -153,6 +154,27 @@ def test_settings_changed_later_are_named_before_apply(change, said):
 
     for found in ranks.threads(changed_later, 3):
         _assert_named(found, 1, f"rank 1 has param_groups{said}")
+
+
+def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until_they_agree():
+    """A rank with a round in flight hears of another layout at its next round, after which it sends anew."""
+
+    def changed_in_flight(exchange: Exchange) -> tuple[int, int]:
+        optimizer, frozen = problems.local(exchange, sync_every=1, delay=1), exchange.rank == 1
+        problems.train(optimizer, range(2), exchange.rank)
+        optimizer.param_groups[0]["params"][1].requires_grad_(not frozen)
+        for step in (2, 3) if frozen else (2, 3, 4, 5):
+            sends = step % 2 == 0 and not frozen
+            with nullcontext() if sends else pytest.raises(SettingsError, match=r"\[1\] = float32 \[17, 19\], frozen"):
+                problems.train(optimizer, range(step, step + 1), exchange.rank)
+        optimizer.param_groups[0]["params"][1].requires_grad_(True)
+        problems.train(optimizer, range(6, 8), exchange.rank)
+        optimizer.flush()
+        return int(optimizer.replicator.round_number), optimizer.fingerprint(state=True)
+
+    one, other = ranks.threads(changed_in_flight, 2)
+    assert one == other
+    assert one[0] == 4
 
 
 def test_inner_settings_are_compared_as_they_are_at_the_first_step():

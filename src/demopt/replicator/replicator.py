@@ -307,6 +307,7 @@ class Replicator:
                         current.result = read_result(current.wiring.route, messages)
                 # another rank may have a new layout, or other settings
                 if current.result is not None and handshake_due(current.result.headers):
+                    current.work = None  # if settings differ, the message travels again, as that rank's does
                     self.session.compare(current.wiring, number)
                     messages = self._travel(current, exchange)
             if self.session.compares_gradients:
