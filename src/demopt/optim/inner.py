@@ -213,6 +213,7 @@ class InnerOptimizers:
             for group in saved["param_groups"]:  # torch copies them deeply, which locks and process groups refuse
                 group.update({name: None for name in group.keys() - {"params"} if not text_of(group[name])})
             each.load_state_dict(saved)
+            _restore_numbers(each, [entries.get(first + n, {}) for n in range(count)])
             each.param_groups = groups  # the same as before: a scheduler may hold them
             first += count
 
@@ -235,13 +236,8 @@ class InnerOptimizers:
                 loose, rest = _beside(next((value for value in packed if value is not None), None))
                 names = [{*group} & each.defaults.keys() for group in each.param_groups]
                 each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
-                first, parameters = last, (parameter for group in each.param_groups for parameter in group["params"])
-                for number, parameter in zip(numbers, parameters, strict=True):
-                    # torch rounds numbers, such as the mu_product of NAdam, to the parameter's dtype
-                    entry = each.state.get(parameter, {}) if parameter.dim() else {}
-                    for name, value in mine.get(number, {}).items() if entry else ():
-                        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor):
-                            entry[name] = value.to(entry[name].device, copy=True)
+                _restore_numbers(each, [mine.get(number, {}) for number in numbers])
+                first = last
                 for had, group in zip(names, each.param_groups, strict=True):
                     if lacking := had - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
@@ -254,6 +250,16 @@ class InnerOptimizers:
         for settings, saved in zip(self._settings, in_groups, strict=True):
             settings.state_names.update(saved)
         self._follow()
+
+
+def _restore_numbers(optimizer: torch.optim.Optimizer, loaded: list[dict[str, Any]]) -> None:
+    """After loading entries: numbers, such as NAdam's mu_product, which torch rounds to the parameter's dtype."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter, saved in zip(parameters, loaded, strict=True):
+        entry = optimizer.state.get(parameter, {}) if parameter.dim() else {}
+        for name, value in saved.items() if entry else ():
+            if isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor):
+                entry[name] = value.to(entry[name].device, copy=True)
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
