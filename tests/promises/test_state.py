@@ -260,6 +260,7 @@ def test_momentum_that_a_script_replaces_is_taken():
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
     "clear": lambda optimizer, _: optimizer.state.clear(),
+    "setdefault": lambda optimizer, parameter: optimizer.state[parameter].setdefault("mine", 1),
     "del": lambda optimizer, parameter: optimizer.state.__delitem__(parameter),
     "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
     "entry": lambda optimizer, parameter: optimizer.state[parameter].update(exp_avg=torch.ones(2)),
@@ -278,4 +279,7 @@ def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
     name = next(name for name in local.state[parameter] if name.startswith(("exp_avg", "momentum", "error")))
     local.state[parameter] = dict(local.state[parameter])  # as Lightning does
     local.state[parameter][name] *= 0.5  # in place
-    assert type(copy.deepcopy(local.state)) is dict
+    for shown in (local.state, local.state[parameter]):
+        for own in (copy.copy(shown), shown.copy(), copy.deepcopy(shown), problems.by_file(shown)):
+            own.clear()  # it is the script's
+    assert name in local.state[parameter]

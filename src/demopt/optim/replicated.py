@@ -1,6 +1,6 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,8 +40,22 @@ class Shown(defaultdict[Any, Any]):
             refuse_change()
         super().__setitem__(key, value)
 
+    def setdefault(self, key: Any, *_: Any) -> Any:
+        return self[key] if key in self else refuse_change()
+
+    def copy(self) -> Any:  # which a script may change
+        return dict(self)
+
+    __copy__ = copy
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # of a copy or a file
+        return (
+            OrderedDict,
+            (),
+            None,
+            None,
+            iter(self.items()),
+        )  # of a deep copy or a file: torch reads it with weights_only
 
 
 def _is_alike(before: Any, value: Any) -> bool:
