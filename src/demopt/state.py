@@ -290,9 +290,9 @@ def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
 
 def separated(state: StateDict) -> dict[int, StateDict]:
     """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
-    shared, rest = state["state"], {name: value for name, value in state.items() if name != RANKS}
+    shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}
     return {
-        rank: {**rest, "state": {number: {**shared[number], **own["state"].get(number, {})} for number in shared}}
+        rank: {**rest, "state": {n: {**entry, **own.get("state", {}).get(n, {})} for n, entry in shared.items()}}
         for rank, own in state.get(RANKS, {}).items()
     }
 
@@ -309,8 +309,7 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
         return _clean(state)
     for part in parts.values():
         check_form(part)
-    cleaned = {number: _clean(part) for number, part in parts.items()}
-    return part_for(separated({**_clean(state), RANKS: cleaned}), rank, world_size)
+    return part_for({number: _clean(whole) for number, whole in separated(state).items()}, rank, world_size)
 
 
 def _clean(state: StateDict) -> StateDict:

@@ -346,6 +346,8 @@ class Worker:
             self.drawn, unsent = int(state["drawn"]), int(state.get("sequences", 0))
             self.run.unsent = min(max(unsent, 0), (1 << 32) - 1)  # a weight, as `LocalDeMo.samples`
             self.optimizer.load_state_dict(state["optimizer"])
+        except (MemoryError, torch.OutOfMemoryError):  # the state is sound
+            raise
         except Exception as error:  # of the file or the optimizer: it may hold anything
             told = f"{place} cannot be read: {first_line(error)}; delete it, and this worker joins anew"
             raise InputError(told) from None
