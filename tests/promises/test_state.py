@@ -249,11 +249,14 @@ def test_momentum_that_a_script_replaces_is_taken():
     for each in (one, other):
         problems.fingerprints(each, range(3))
     for mine, theirs in zip(problems.all_parameters(one), problems.all_parameters(other), strict=True):
-        one.state[mine]["momentum"] = torch.zeros_like(one.state[mine]["momentum"])
-        other.state[theirs]["momentum"].zero_()
+        one.state[mine] = {"momentum": one.state[mine]["momentum"] * 0.5}
+        other.state[theirs]["momentum"] *= 0.5
     assert problems.fingerprints(one, range(3, 6)) == problems.fingerprints(other, range(3, 6))
     for mine, theirs in zip(problems.all_parameters(one), problems.all_parameters(other), strict=True):
         assert torch.equal(one.state[mine]["momentum"], other.state[theirs]["momentum"])
+    one.state[mine]["momentum"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"'momentum' in the state of parameter \d has shape \[3\]; give \["):
+        problems.fingerprints(one, range(1))
 
 
 #: Changes of a state, which LocalDeMo puts together from its parts: they would be lost.

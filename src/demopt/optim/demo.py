@@ -261,8 +261,16 @@ class DeMo(ReplicatedOptimizer):
             return
         replicator.wiring()  # some parameter may only begin to train
         if not is_whole():
+            for number, parameter in enumerate(replicator.parameters):
+                entry, held = self.state.get(parameter, {}), replicator.attached.get(parameter, {})
+                for name in entry.keys() & held.keys() - {"step"}:
+                    if (came := getattr(entry[name], "shape", None)) != (wanted := held[name].shape):
+                        raise ValueError(
+                            f"{name!r} in the state of parameter {number} has shape {came and [*came]}; give "
+                            f"{[*wanted]}, or delete it: then it begins at zero"
+                        )
             replicator.state = self.state
-            replicator.restore({p: entry for p, entry in self.state.items() if "step" in entry})
+            replicator.restore({parameter: entry for parameter, entry in self.state.items() if entry})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         check_sizes(state_dict, self.param_groups)
