@@ -310,7 +310,7 @@ class QuorumExchange(Exchange):
     """The workers of a quorum. `seconds`: the timeout of a call; None: that of the process group.
 
     Any error closes the connections to all workers, so that none of them waits for another. With `ranks`, these workers
-    alone, in this order, while all others wait: for `broadcast`.
+    alone, in this order, while all others wait.
     """
 
     def __init__(self, process_group: Any, seconds: float | None = None, ranks: Sequence[int] = ()) -> None:
@@ -318,11 +318,15 @@ class QuorumExchange(Exchange):
         group = process_group.parent  # torch's own
         self._group: Callable[[], Any] = weakref.ref(group)  # gloo closes connections when nobody holds it any more
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
-        self._ranks = ranks or range(group.size())  # in the group
+        self._ranks, self._are_all = ranks or range(group.size()), not ranks  # in the group
         self.rank, self.world_size = self._ranks.index(group.rank()), len(self._ranks)
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
+        rows = [message_B.clone() for _ in range(self.world_size)]
+        if not self._are_all:
+            for rank, row in enumerate(rows):
+                self.broadcast(row, rank)
+            return torch.stack(rows)
         options: Any = AllgatherOptions()
         if self._timeout is not None:
             options.timeout = self._timeout
