@@ -2,8 +2,10 @@
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 
@@ -17,22 +19,24 @@ def uninterrupted() -> Iterator[None]:
         >>> with uninterrupted():
         ...     pass
     """
-    handlers, came = dict[int, Any](), list[tuple[int, Any]]()
+    handlers, calls = dict[int, Any](), deque[Callable[[], object]]()
     if threading.current_thread() is threading.main_thread():
         found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
     try:
-        for number in handlers:
-            signal.signal(number, lambda *number_and_frame: came.append(number_and_frame))
+        for each in handlers:
+            signal.signal(each, lambda number, frame: calls.append(partial(handlers[number], number, frame)))
         yield
     finally:
+        calls.extendleft(partial(signal.signal, *each) for each in handlers.items())
+        _make(calls)
 
-        def answer() -> None:
-            with ExitStack() as ends:
-                for number, frame in reversed(came):
-                    ends.callback(handlers[number], number, frame)
 
-        with ExitStack() as ends:  # each call is made, also after one that raises
-            ends.callback(answer)  # the last one: until its handler is back, a signal is noted in `came`
-            for number, handler in handlers.items():
-                ends.callback(signal.signal, number, handler)
+def _make(calls: deque[Callable[[], object]]) -> None:
+    """Makes all calls, also after one that raises, or an interrupt between two."""
+    try:
+        while calls:
+            calls.popleft()()
+    finally:
+        if calls:
+            _make(calls)

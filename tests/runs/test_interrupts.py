@@ -199,11 +199,16 @@ def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_be
     assert (done, signal.getsignal(signal.SIGINT)) == (["inner", "outer"], before)
 
 
-def test_signal_at_any_line_of_the_context_is_handled_once() -> None:
+def test_signal_at_any_line_of_the_context_is_handled_once_and_one_that_waits_then_too() -> None:
+    raised, handled = list[int](), list[int]()
+    signal.signal(signal.SIGUSR1, lambda *_: handled.append(at))
     for at in itertools.count(1):
         with CtrlC(at) as ctrl_c, uninterrupted():
-            pass
+            raised.append(at)
+            signal.raise_signal(signal.SIGUSR1)
+        assert handled == raised
         if ctrl_c.lines < at:
             break
         assert ctrl_c.has_interrupted, at
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     assert at > 10
