@@ -7,6 +7,7 @@ import copy
 import pickle
 import signal
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -196,12 +197,12 @@ def test_weights_loaded_before_the_first_step_stay(call):
 
 
 class _Nested(torch.optim.SGD):
-    """Keeps its momentum in a list, as some optimizers do, and makes it at construction alone."""
+    """Keeps its momentum in a list in another class than dict, and makes it at construction alone."""
 
     def __init__(self, parameters: list[Parameter]) -> None:
         super().__init__(parameters, lr=0.01)
         for parameter in parameters:
-            self.state[parameter]["buffers"] = [torch.zeros_like(parameter)]
+            self.state[parameter] = Counter(buffers=[torch.zeros_like(parameter)])
 
     def step(self, closure: Any = None) -> None:
         del closure

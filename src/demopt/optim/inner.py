@@ -136,9 +136,10 @@ class InnerOptimizers:
         """Drops the state, which may not be finite."""
         for each, had_state in zip(self.optimizers, self._had_state, strict=True):
             if had_state:  # it would not make one again
-                for value in tree_leaves(dict(each.state)):
-                    if isinstance(value, Tensor):
-                        to_local(value).zero_()
+                for held in each.state.values():  # of a dict's own class, torch's tree would be one leaf
+                    for value in tree_leaves(dict(held) if isinstance(held, Mapping) else held):
+                        if isinstance(value, Tensor):
+                            to_local(value).zero_()
             else:
                 each.state.clear()
         for settings in self._settings:
