@@ -511,7 +511,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.depart(finite)
         elif self.replicator.stats.skipped:
             self._weights.keep(finite)
-        else:  # also where a folder's round is to be caught up with: its `stats` are not `skipped`
+        else:  # also where a checkpoint has a folder's round: its `stats` are not `skipped`
             self._weights.adopt()
         self.local_steps = 0
 

@@ -7,7 +7,7 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 |---|---|---|---|---|
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
 | applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round carries it |
-| to be caught up with, in a folder | as before | global | e + T(D), less a sent | in e, and in the run's weights |
+| covered by a checkpoint, in a folder | the checkpoint's | global | e + T(D), less a sent | in e and the checkpoint |
 | skipped (or few sent) or failed | as before | as before; so is start | e + T(D) | in e: a later round carries it |
 | skipped, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
