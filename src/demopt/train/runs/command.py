@@ -87,7 +87,8 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
         print(f"nothing to stop: the run is {found['state']} after {progress(found)}{more}")
         return 0
     log.put_stop(run.store, number, run.record.identity)
-    print(f"all workers will stop after {number + 1} or {number + 2} rounds; go on with: {again}")
+    most = len(found["workers"]) + 2  # they take turns at reading the wish, and tell it in their next message
+    print(f"all workers will stop within {most} rounds; go on with: {again}")
     return 0
 
 
