@@ -8,6 +8,7 @@ import random
 import re
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import stores
@@ -468,6 +469,14 @@ def test_checkpoints_do_not_queue_behind_a_slow_upload_and_a_wait_for_it_is_told
     assert ["left out" in said for said in worker.said] == [True, False]
     worker.round()
     assert log.checkpoints(store) == [0, 1, 13]
+
+
+def test_error_of_an_upload_that_is_no_stores_is_raised_also_after_later_uploads():
+    run = FolderExchange(ObjectStore())
+    for call in (Mock(side_effect=MemoryError), Mock()):
+        run.later(call)
+    with pytest.raises(MemoryError):
+        run.wait_for_uploads()
 
 
 def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():

@@ -558,12 +558,15 @@ class FolderExchange(VaryingExchange):
 
     def later(self, call: Callable[[], None]) -> None:
         """Uploads in the background, such as a checkpoint, one after the other; an error is reported."""
+        earlier = self._upload
 
         def run() -> None:
             try:
                 call()
             except DemoptError as error:
                 self.say(f"a checkpoint was not written, training goes on: {error}")
+            if earlier is not None:
+                earlier.result()  # an error of another kind, for `wait_for_uploads`
 
         self._upload = self._uploads.submit(run)
 
