@@ -48,14 +48,8 @@ class Shown(defaultdict[Any, Any]):
 
     __copy__ = copy
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            OrderedDict,
-            (),
-            None,
-            None,
-            iter(self.items()),
-        )  # of a deep copy or a file: torch reads it with weights_only
+    def __reduce__(self) -> tuple[Any, ...]:  # of a deep copy, or a file, which torch reads with weights_only
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _is_alike(before: Any, value: Any) -> bool:
