@@ -185,7 +185,7 @@ def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
     worker.round()
     worker.run.unsent = 5
     worker.optimizer._rounds._drop_unsent()
-    assert (worker.run.unsent, worker.run.last.in_momentum) == (0, False)
+    assert (worker.run.unsent, worker.run.last.is_sent_later) == (0, False)
 
 
 def test_message_counts_once_whose_round_is_covered_where_the_checkpoint_cannot_be_read_yet():

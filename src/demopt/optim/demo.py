@@ -250,7 +250,7 @@ class DeMo(ReplicatedOptimizer):
 
         def is_whole() -> bool:
             mine = (
-                (self.state.get(p, {}), replicator.attached.get(p)) for p in replicator.parameters if p.requires_grad
+                (self.state.get(p, {}), replicator.in_buffers.get(p)) for p in replicator.parameters if p.requires_grad
             )
             return self.state is replicator.state and all(
                 held is not None and all(entry.get(name) is value for name, value in held.items())
@@ -262,7 +262,7 @@ class DeMo(ReplicatedOptimizer):
         replicator.wiring()  # some parameter may only begin to train
         if not is_whole():
             for number, parameter in enumerate(replicator.parameters):
-                entry, held = self.state.get(parameter, {}), replicator.attached.get(parameter, {})
+                entry, held = self.state.get(parameter, {}), replicator.in_buffers.get(parameter, {})
                 for name in entry.keys() & held.keys() - {"step"}:
                     if (came := getattr(entry[name], "shape", None)) != (wanted := held[name].shape):
                         raise ValueError(

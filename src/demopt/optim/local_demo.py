@@ -371,7 +371,7 @@ class LocalDeMo(ReplicatedOptimizer):
             moments = rounds.join()
         finally:
             if moments is not None or self.replicator.fingerprint() != before:  # some may have come before an error
-                if rounds.keeps_steps and weights.have_start:
+                if rounds.keeps_steps and weights.have_start:  # of a state, in a folder: held above
                     weights.land()
                 else:
                     weights.adopt()

@@ -151,7 +151,7 @@ class Replicator:
         #: Of rounds applied or skipped; in every parameter's state.
         self.round_number = torch.zeros((), dtype=torch.int64, device="cpu")
         self.round: Round | None = None
-        self.attached: State = {}  # the state as it is in the buffers: a script may have put other tensors into `state`
+        self.in_buffers: State = {}  # the state as buffers have it: a script may have put other tensors into `state`
         self._wiring: Wiring | None = None
         self._skips: float = 0  # rounds skipped in a row; below 0: that was said
         self._workspace = Workspace()
@@ -169,7 +169,7 @@ class Replicator:
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
             attach(self.state, new, self.round_number)
-            self.attached = {parameter: dict(entry) for parameter, entry in self.state.items()}
+            self.in_buffers = {parameter: dict(entry) for parameter, entry in self.state.items()}
         self._wiring = new
         return new
 

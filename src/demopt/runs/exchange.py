@@ -484,7 +484,8 @@ class FolderExchange(VaryingExchange):
     def end_round(self, outcome: FolderOutcome, in_momentum: bool) -> None:
         """Notes the end of a round for which this worker sent a message; `in_momentum`: of its `Round`."""
         manifest = outcome.manifest
-        self.last = replace(outcome, result=None, in_momentum=in_momentum)  # messages may be large
+        is_sent_later = outcome.row is None and in_momentum
+        self.last = replace(outcome, result=None, is_sent_later=is_sent_later)  # messages may be large
         self.worker = outcome.envelope.worker
         if outcome.envelope.worker not in manifest.refused:  # which was not late
             self.left_out = 0 if outcome.row is not None else self.left_out + 1

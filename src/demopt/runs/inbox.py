@@ -54,7 +54,7 @@ class FolderOutcome(Outcome):
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
-    in_momentum: bool = True  # once the round ends, that of `Round`: whether a later one sends what was left out
+    is_sent_later: bool = False  # once the round has ended: this worker was left out, and its error has the message
 
 
 class Inbox:

@@ -250,7 +250,7 @@ class FolderRounds(Rounds):
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
         if self.run.last is not None:  # of a message that was left out nothing is sent later
-            self.run.last = replace(self.run.last, in_momentum=False)
+            self.run.last = replace(self.run.last, is_sent_later=False)
         self.keeps_steps, self._may_have_sent_from = False, math.inf
 
     def observe(self) -> int:
@@ -372,7 +372,7 @@ class FolderRounds(Rounds):
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
         self.is_behind = False
-        # With a row that was done with the round, or its messages are gone, because a checkpoint is there.
+        # With a row, it was asked at the end of the round, or there is a newer checkpoint.
         if self.run.last is not None and self.run.last.row is None:
             self._save_if_due(self.run.last)
 

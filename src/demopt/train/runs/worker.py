@@ -301,7 +301,7 @@ class Worker:
         if last is None or last.manifest is self._last:
             return
         self._last = manifest = last.manifest
-        if last.row is None and last.in_momentum:
+        if last.is_sent_later:
             run.unsent += int(numbers_of(last.envelope.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
@@ -330,7 +330,8 @@ class Worker:
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
-        # not `state_dict`, which warns of local steps: here they are meant
+        # The sequences of an open round's message are in its note: `_hear` adds them. Not `state_dict`, which warns of
+        # local steps: here they are meant.
         state = {"drawn": self.drawn, "sequences": self.run.unsent, "optimizer": self.optimizer.own_state_dict()}
         with self.out.writing():
             write_whole(self.out.state, lambda aside: torch.save(state, aside))
