@@ -445,15 +445,15 @@ class LocalDeMo(ReplicatedOptimizer):
             number = int(self.replicator.round_number)
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
-                settle = partial(self._set_weights, current.finite)
+                then = partial(self._set_weights, current.finite)
                 if not background:
-                    self._rounds.exchange_and_apply(settle)
+                    self._rounds.exchange_and_apply(then)
                 elif current.work is None:
-                    self.replicator.send(settle)
+                    self.replicator.send(then)
             except BaseException:
                 abandoned = self.replicator.round or current  # None: D is not in the error
                 ended = self.replicator.in_flight or int(self.replicator.round_number) > number  # sent, or applied
-                if abandoned is not None:  # `settle` may not have been reached, as after a warning that is an error
+                if abandoned is not None:  # `then` may not have been reached, as after a warning that is an error
                     (self._set_weights if ended else self._keep_weights)(abandoned.finite)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more

@@ -433,19 +433,19 @@ class Replicator:
 
     # Phases 1 and 2 in the background, while this rank computes
 
-    def send(self, settle: Callable[[], None] = lambda: None) -> None:
+    def send(self, then: Callable[[], None] = lambda: None) -> None:
         """Step 5, begun: the message travels in the background until `exchange`.
 
-        `settle`: see `Rounds.exchange_and_apply`.
+        `then`: see `Rounds.exchange_and_apply`.
         """
         current = self._current()
         self.session.agree(current.wiring, self.header)
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         with uninterrupted():
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
-            settle()
+            then()
 
-    def extract_and_send(self, gradients: Gradients, minus: Gradients, settle: Callable[[bool], None]) -> None:
+    def extract_and_send(self, gradients: Gradients, minus: Gradients, then: Callable[[bool], None]) -> None:
         """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
 
         For tensors of the host that nothing writes before then.
@@ -472,7 +472,7 @@ class Replicator:
         with uninterrupted():
             self.round = current
             current.work = self.session.submit(work, None)
-            settle(current.finite)
+            then(current.finite)
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""

@@ -137,16 +137,16 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
-    def exchange_and_apply(self, settle: Callable[[], None] = lambda: None) -> None:
+    def exchange_and_apply(self, then: Callable[[], None] = lambda: None) -> None:
         """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight.
 
-        `settle` then moves the local weights, before any handler of a signal can see both.
+        `then` moves the local weights, before any handler of a signal can see both.
         """
         try:
             messages = self.replicator.exchange()
             with uninterrupted():
                 self.replicator.apply(messages)
-                settle()
+                then()
         except BaseException:
             if not self.replicator.in_flight:
                 self.replicator.rollback()

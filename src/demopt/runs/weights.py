@@ -277,7 +277,7 @@ class FolderRounds(Rounds):
     def is_open(self) -> bool:
         return self._open is not None or self.replicator.in_flight
 
-    def exchange_and_apply(self, settle: Callable[[], None] = lambda: None) -> None:
+    def exchange_and_apply(self, then: Callable[[], None] = lambda: None) -> None:
         """Exchanges and applies the round, then maybe writes a checkpoint; errors may leave the round open."""
         replicator, current = self.replicator, self._open or self.replicator.round
         assert current is not None
@@ -290,14 +290,14 @@ class FolderRounds(Rounds):
                 def end() -> None:
                     replicator.mark_applied()
                     self._note_end(current)
-                    settle()
+                    then()
 
                 self._load_newest(least=self._number + 1, then=end)
             else:
                 with uninterrupted():  # so that `decided` is the manifest of the weights
                     replicator.apply(messages)
                     self._note_end(current)
-                    settle()
+                    then()
         except DriftError:  # by the others this worker's message is applied, if it has a row
             with uninterrupted():
                 replicator.mark_applied()
@@ -306,7 +306,7 @@ class FolderRounds(Rounds):
         except ForkedError as error:
             with uninterrupted():
                 replicator.rollback()
-                settle()
+                then()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True  # LocalDeMo then catches up, and adopts the weights of now
             return
