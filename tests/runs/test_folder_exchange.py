@@ -488,8 +488,8 @@ def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
             decided.wait()  # the first worker does not look before the last one has decided
 
     first, last = Worker(stores.Through(bare, wait), 0, late=1e9).join(), Worker(bare, 1, late=1e9).join()
-    trips, make = [], last.run._all
-    last.run._all = lambda calls: (trips.append(calls), make(calls))[1]
+    trips, make = [], last.run.together
+    last.run.together = lambda calls: (trips.append(calls), make(calls))[1]
     with waiting(first.round, bare):
         last.round()
         decided.set()

@@ -127,6 +127,10 @@ class Tokens:
         self.round_number += 1
 
     @property
+    def is_open(self) -> bool:
+        return self.round is not None
+
+    @property
     def applied(self) -> list[int]:
         return self.weights[self.weights != 0].tolist()
 
@@ -221,7 +225,7 @@ class Worker:
         """`again`: the worker that goes on here from its last state."""
         self.run = FolderExchange(Through(store, self.wait), checkpoint_every=3, **settings)
         turn = 1 if number % 2 else -1  # requests side by side come in any order
-        self.run._all = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
+        self.run.together = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
         self.run.later = self._later
         self.said: list[str] = []
         self.run.worker, self.run.say, self.number = f"w{number:02d}", self.said.append, number

@@ -267,9 +267,9 @@ class LocalDeMo(ReplicatedOptimizer):
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._before_change("rollback")
-        abandoned = self.replicator.round
+        abandoned = None if self.replicator.is_open else self.replicator.round
         self._rounds.rollback()
-        if abandoned is not None and abandoned.work is None:  # after `send`, the weights have gone on already
+        if abandoned is not None:  # otherwise the weights have gone on already
             self._weights.keep(abandoned.finite)
 
     @unrecorded
@@ -328,11 +328,11 @@ class LocalDeMo(ReplicatedOptimizer):
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
         self._weights.begin()
-        abandoned = self.replicator.round
+        abandoned = None if self.replicator.is_open else self.replicator.round
         rounds = self._rounds_with(process_group)  # first: it may be refused
         self.replicator.regroup(process_group)
         self._rounds = rounds
-        if abandoned is not None and abandoned.work is None:
+        if abandoned is not None:
             self._weights.keep(abandoned.finite)
 
     def _join(self) -> None:
@@ -371,15 +371,17 @@ class LocalDeMo(ReplicatedOptimizer):
             moments = rounds.join()
         finally:
             if moments is not None or self.replicator.fingerprint() != before:  # some may have come before an error
-                if rounds.keeps_steps and weights.have_start:  # of a state, in a folder: held above
-                    weights.land()
-                else:
+                if rounds.in_step:
                     weights.adopt()
+                elif weights.have_start:
+                    weights.land()
+                else:  # `drop_steps` came
+                    weights.adopt()
+                    self.local_steps = 0
         if moments is None:
             return
         self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
         self._inner.borrow(moments)
-        self.local_steps = self.local_steps if rounds.keeps_steps else 0
         self._note_gradients([parameter.grad for parameter in weights.parameters])
         for parameter in weights.parameters:
             parameter.grad = None  # it was computed at other weights
@@ -464,7 +466,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _keep_weights(self, finite: bool) -> None:
         """After a round that failed: D is in the error."""
-        self.replicator.rollback()
+        self._rounds.rollback()
         self._weights.keep(finite)
         if self._left_open:
             self.local_steps = 0  # the open round has them
@@ -558,7 +560,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _rounds_with(self, process_group: Any) -> Rounds:
         if isinstance(process_group, VaryingExchange):
-            return process_group.rounds_of(self.replicator, self._inner.moments)
+            return process_group.rounds_of(self.replicator, self._inner.moments, self._weights.adopt)
         return Rounds(self.replicator)
 
     def _facts(self) -> Facts:

@@ -179,8 +179,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     @unrecorded
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone; no tensor is a view of more memory than it holds."""
-        if not self.replicator.in_flight:
-            self.replicator.require_idle("state_dict")  # a folder's open round, after an error, is `FolderRounds._open`
+        if not self.replicator.is_open:
+            self.replicator.require_idle("state_dict")
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()  # of `self.state`, which LocalDeMo puts together from its parts
         state = found["state"].items()

@@ -214,7 +214,7 @@ class Replicator:
         if self.round is not None:
             between = "between extract and apply; call apply or rollback first"
             flying = "while a round is in flight; call flush() on all ranks first"
-            raise RuntimeError(f"{wanted} came {flying if self.in_flight else between}")
+            raise RuntimeError(f"{wanted} came {flying if self.is_open else between}")
 
     # Phase 1, extract: gradients -> momentum -> this rank's message
 
@@ -483,6 +483,12 @@ class Replicator:
     def in_flight(self) -> bool:
         """Whether a round was sent in the background, and is not applied."""
         return self.round is not None and self.round.work is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round may have been sent, and is not applied: it is in flight, or in a folder, after an error."""
+        varies = isinstance(self.session.exchange, VaryingExchange)
+        return self.in_flight or (varies and self.round is not None)
 
     # Between ranks, apart from rounds
 

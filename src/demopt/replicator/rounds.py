@@ -55,8 +55,14 @@ class VaryingExchange(Meter):
         """Sends a message, uint8 [B], and returns the round's outcome."""
 
     @abstractmethod
-    def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> Rounds:
-        """Returns the rounds of a replicator. `moments` returns its inner optimizer's state, for workers that join."""
+    def rounds_of(
+        self, replicator: Replicator, moments: Callable[[], Moments], drop_steps: Callable[[], None]
+    ) -> Rounds:
+        """Returns the rounds of a replicator.
+
+        `moments` returns its inner optimizer's state, which is lent to workers that join. `drop_steps` drops its local
+        steps: they began at weights of no run, or were sent already.
+        """
 
 
 def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
@@ -91,8 +97,6 @@ class Rounds:
 
     in_step = True  #: whether all ranks are at the same local step
     is_behind = False  #: whether rounds may have been decided without this rank
-    #: After `join`: whether this rank's unsent steps count, although the parameters moved (`LocalDeMo._take_weights`).
-    keeps_steps = False
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator
@@ -100,7 +104,7 @@ class Rounds:
     @property
     def is_open(self) -> bool:
         """Whether there is a round to apply before the next one: in flight, or in a folder left open by an error."""
-        return self.replicator.in_flight
+        return self.replicator.is_open
 
     @property
     def sends_again(self) -> bool:

@@ -175,13 +175,15 @@ class FolderExchange(VaryingExchange):
         """The row of this worker's last message in its round; None: it was left out."""
         return None if self.last is None else self.last.row
 
-    def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
+    def rounds_of(
+        self, replicator: Replicator, moments: Callable[[], Moments], drop_steps: Callable[[], None]
+    ) -> FolderRounds:
         """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
         if self._replicator not in (None, replicator):
             raise ValueError("this FolderExchange belongs to another optimizer; give each optimizer one of its own")
         replicator.require_gather()
         self._replicator = replicator
-        return FolderRounds(replicator, self, moments)
+        return FolderRounds(replicator, self, moments, drop_steps)
 
     # Joining
 
@@ -214,7 +216,7 @@ class FolderExchange(VaryingExchange):
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
             wanted = Record(mine, __version__, facts, pairs, groups, **self._new_run)
-            log.check_races(self.store, wanted, self._all)
+            log.check_races(self.store, wanted, self.together)
             self.store.put_if_absent(log.checkpoint_name(wanted, 0), first())
             record = log.put_record(self.store, wanted)
             if record.identity != mine:  # another worker was first
@@ -322,28 +324,12 @@ class FolderExchange(VaryingExchange):
         It changes nothing that a trainer reads, but counters, because it may run in the background.
         """
         began, number, decided = time.monotonic(), header.round_number, attached.decided
-        mine, inbox = envelope_of(attached, message), Inbox(self, wiring, header, attached)
-        members = sorted(decided.members if decided else ())
-        # Members take turns at reading the wish to stop, and tell the others by their message.
-        reads_wish = mine.worker not in members or members[number % len(members)] == mine.worker
-        # The put may go beside the look, unless
-        age = began - attached.round_began
-        may_be_late = age >= SLACK * mine.seconds + self.late  # no long upload for a round that is over
-        may_be_gone = age >= _STILL_THERE  # no message is put where the manifest before is not there any more
-        puts_at_once = not (may_be_late or may_be_gone)
-        together: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, decided)]
-        together += [self._hears_stop] if reads_wish else []
-        together += [partial(self._put, mine)] if puts_at_once else []
-        found = self._all(together)
-        mine = found[-1] if puts_at_once else mine
-        put_at, waited_for = time.monotonic(), tuple[str, ...]()  # or when it found that the round is over
-        if (manifest := inbox.read_manifest()) is None:
-            if not puts_at_once:
-                (mine,) = inbox.read_new(partial(self._put, mine))
-                put_at = time.monotonic()
+        inbox, waited_for = Inbox(self, wiring, header, attached), tuple[str, ...]()
+        mine, ready_at, manifest = self._send(envelope_of(attached, message), inbox, attached)
+        if manifest is None:
             inbox.add(mine, log.digest(mine.packed()))
             inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
-            manifest, waited_for = self._manifest_of(inbox, mine, put_at, decided)
+            manifest, waited_for = self._manifest_of(inbox, mine, ready_at, decided)
         error: DemoptError | None = None
         known_at = inbox.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
@@ -360,13 +346,36 @@ class FolderExchange(VaryingExchange):
             error = DriftError(number, [], told, remedy)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        was_there = inbox.undecided_at - put_at > _SEEN  # the round was open then; False if nothing was put
+        was_there = inbox.undecided_at - ready_at > _SEEN  # the round was open then; False if nothing was put
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
             row, result, error, manifest=manifest, envelope=mine,
-            needed=put_at - attached.round_began,
+            needed=ready_at - attached.round_began,
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
+
+    def _send(self, mine: Envelope, inbox: Inbox, attached: Attached) -> tuple[Envelope, float, Manifest | None]:
+        """Looks at the round, and puts this worker's message unless it is over: then it has a manifest.
+
+        Returns the message as it is in the store, the time (monotonic) when it was put or the round found to be over,
+        and that manifest.
+        """
+        now, members = time.monotonic(), sorted(attached.decided.members if attached.decided else ())
+        looks: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, attached.decided)]
+        # Members take turns at reading the wish to stop, and tell the others by their message.
+        if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
+            looks.append(self._hears_stop)
+        # The put may go beside the look, unless
+        may_be_late = now - attached.round_began >= SLACK * mine.seconds + self.late  # no long upload if it is over
+        may_be_gone = now - attached.round_began >= _STILL_THERE  # nothing is put where the manifest before is gone
+        puts_at_once = not (may_be_late or may_be_gone)
+        put = partial(self._put, mine)
+        mine = self.together([*looks, put if puts_at_once else lambda: mine])[-1]
+        ready_at, manifest = time.monotonic(), inbox.read_manifest()
+        if manifest is None and not puts_at_once:
+            (mine,) = inbox.read_new(put)
+            ready_at = time.monotonic()
+        return mine, ready_at, manifest
 
     def _require_run(self) -> Record:
         """Waits until the run is in the store, because its disk may be away; SettingsError if that has another one."""
@@ -433,7 +442,7 @@ class FolderExchange(VaryingExchange):
             else:
                 author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
                 if now - put_at > _TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
-                    self._all([self._require_run, partial(self._require_round_before, decided)])
+                    self.together([self._require_run, partial(self._require_round_before, decided)])
                 return self._propose(inbox.draft(author)), missing or waited_for
             if (manifest := inbox.read_manifest()) is not None:
                 return manifest, waited_for
@@ -478,7 +487,7 @@ class FolderExchange(VaryingExchange):
             return len(data)
 
         unread = [partial(read, sender) for sender in manifest.senders if sender.digest not in found]
-        self.received_bytes += sum(self._all(unread))
+        self.received_bytes += sum(self.together(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
     def end_round(self, outcome: FolderOutcome, in_momentum: bool) -> None:
@@ -548,7 +557,7 @@ class FolderExchange(VaryingExchange):
             time.sleep(min(_POLL[1], _POLL[0] + away / 10))
         return found
 
-    def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes requests side by side. RuntimeError in a forked process, which has none of the threads for them."""
         self._process = self._process or os.getpid()
         if os.getpid() != self._process:

@@ -49,7 +49,7 @@ class FolderOutcome(Outcome):
 
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
-    needed: float  # seconds from the round before until the message was put
+    needed: float  # seconds from the round before until the message was put, or the round found to be over
     waited: float  # seconds in all
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
@@ -103,7 +103,7 @@ class Inbox:
         hello = partial(log.read_hello, self._run.store, self._header.round_number, self._run.record.identity)
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(hello, worker) for worker in greeting]
-        found = self._run._all([*reads, *also])
+        found = self._run.together([*reads, *also])
         self._run.received_bytes += sum(found[: len(new)])
         for worker, seconds in zip(greeting, found[len(new) :], strict=False):
             if seconds is None:

@@ -63,6 +63,8 @@ class SavedWorker:
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
+    # The first round that may have a message which is later than the state; None: the first one without `message`
+    sent_from: int | None
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -72,11 +74,12 @@ class SavedWorker:
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
             read = json.loads(entry.get("read", "[]"))  # early 0.3.0 had none
+            sent_from = entry.get("sent_from")
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
-            if not (named and isinstance(before, str)):
+            if not (named and isinstance(before, str) and (sent_from is None or type(sent_from) is int)):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
-            return SavedWorker(run, worker, before, message, read)
+            return SavedWorker(run, worker, before, message, read, sent_from)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
@@ -102,20 +105,24 @@ class FolderRounds(Rounds):
     Later it is *behind* after a round that it was left out of, or whose messages are gone: `catch_up`. It is on a
     *fork* if the store let two manifests of one round win, and the run went on from the other one: `_leave_fork`.
 
-    `moments` returns the state of this worker's inner optimizer; checkpoints lend it to workers that join.
+    `moments` and `drop_steps`: see `VaryingExchange.rounds_of`.
     """
 
     in_step = False
 
-    def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
+    def __init__(
+        self,
+        replicator: Replicator,
+        run: FolderExchange,
+        moments: Callable[[], Moments] = dict,
+        drop_steps: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(replicator)
         self.run = run
-        self.moments = moments
-        self._open: Round | None = None  # the round that an error left open; `replicator.round` is None then
+        self.moments, self.drop_steps = moments, drop_steps
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
+        self._sent_from: int | None = None  # of that state (see `SavedWorker`), until this worker has joined
         self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
-        # In `join`: the first round whose manifest may list a message of this worker that is later than its state
-        self._may_have_sent_from: float = math.inf
 
     @property
     def _number(self) -> int:
@@ -150,17 +157,18 @@ class FolderRounds(Rounds):
         facts = wiring.facts(), replicator.options.config_facts(), groups
         # Of a worker with a state this also sets `run.decided`, to the manifest before its round.
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
-        if not started:
+        if started:
+            self._restored, self._run_of_weights = None, run.record.identity
+            run.numbers_read.clear()  # of a state of another run
+        else:
             self._check_order(groups)
             self._enter()
             self._follow_run()
-            if self._may_have_sent_from < math.inf and self._end_later_message():
-                self._follow_run()
-            self._may_have_sent_from = math.inf
+            if self._sent_from is not None:
+                self._end_later_message()
+                self._drop_if_sent_since(self._sent_from)
             run.stopping = self.is_behind = False  # in the rounds before
-        else:
-            self._restored, self._run_of_weights = None, run.record.identity
-            run.numbers_read.clear()  # of a state of another run
+        self._sent_from = None
         run.hello(self._number)
         run.joined = True
         if started:
@@ -187,37 +195,27 @@ class FolderRounds(Rounds):
                 check_order(f"{self.run.worker} has", there, theirs, mine)
 
     def _enter(self) -> None:
-        """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
+        """Takes the run's weights, or goes on from a state: ends the round of the message that this has."""
         run, restored = self.run, self._restored
-        if restored is not None and restored.run != run.record.identity:
-            raise SettingsError(f"the state is of another run than {run.store.address} holds")
-        if restored is None and self._number > 0 and self._run_of_weights != run.record.identity:
-            raise SettingsError(
-                f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
-                "join with a new optimizer, or one that has loaded its state of this run"
-            )
-        # Without a state it may have the run's weights from `observe`, or from a `join` that an error has ended.
-        self.keeps_steps = restored is not None or self._run_of_weights == run.record.identity
-        if not self.keeps_steps:
-            self._load_newest(least=0)
-        if restored is not None:
+        if self._run_of_weights != run.record.identity:
+            if restored is not None:
+                raise SettingsError(f"the state is of another run than {run.store.address} holds")
+            if self._number > 0:
+                raise SettingsError(
+                    f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
+                    "join with a new optimizer, or one that has loaded its state of this run"
+                )
+            self._load_newest(least=0, then=self.drop_steps)
+        elif restored is not None:
             run.worker = restored.worker
-            self._may_have_sent_from = self._number + int(restored.message is not None)  # that is of this round
             if restored.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
             elif restored.message is not None:
-                self._open = self._round_of(restored.message, in_momentum=True)
-        self._restored, self._run_of_weights = None, run.record.identity
+                self.replicator.round = self._round_of(restored.message, in_momentum=True)
+        self._restored = None
         if self.is_open:
-            self._end_saved_round()
-
-    def _end_saved_round(self) -> None:
-        """Ends the round of a message from before a restart; drops what is unsent if that is later than the state."""
-        number = self._number
-        self.exchange_and_apply()
-        if self.run.last is not None and self.run.last.manifest.round == number:  # no fork has ended it
-            self._drop_if_sent_later(self.run.last.manifest)  # nothing if the state has the message
+            self.exchange_and_apply()
 
     def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
@@ -226,32 +224,35 @@ class FolderRounds(Rounds):
         attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
         return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
 
-    def _end_later_message(self) -> bool:
-        """Ends the open round if the worker has sent a message for it after it saved the state; whether it has."""
+    def _end_later_message(self) -> None:
+        """Ends the open round if the worker has sent a message for it after it saved the state; follows the run."""
         number, most = self._number, self.replicator.message_bytes + log.MOST_ENVELOPE
         try:
             if (data := self.run.store.get(log.message_name(number, self.run.worker), most)) is None:
-                return False
+                return
             message = log.read_message("the saved message", data, self.run.record.identity, number, self.run.worker)
-            self._open = self._round_of(message, in_momentum=False)
+            self.replicator.round = self._round_of(message, in_momentum=False)
         except MessageError:  # it counts for nobody
-            return False
-        self._end_saved_round()
-        return True
+            return
+        self.exchange_and_apply()
+        self._follow_run()
 
-    def _drop_if_sent_later(self, manifest: Manifest) -> None:
-        """Drops what a state had not sent if a manifest has a later message of this worker: all was in that one."""
-        if manifest.round >= self._may_have_sent_from and self.run.worker in [each.worker for each in manifest.senders]:
-            self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
-            self._drop_unsent()
+    def _drop_if_sent_since(self, first: int) -> None:
+        """Drops what a state had not sent if a manifest since round `first` lists this worker: all was in that one."""
+        reads = [partial(self._manifest, number) for number in range(first, self._number)]
+        for manifest in filter(None, self.run.together(reads)):
+            if self.run.worker in [each.worker for each in manifest.senders]:
+                self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
+                self._drop_unsent()
+                return
 
     def _drop_unsent(self) -> None:
         self.replicator.clear_momentum()
+        self.drop_steps()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
         if self.run.last is not None:  # of a message that was left out nothing is sent later
             self.run.last = replace(self.run.last, is_sent_later=False)
-        self.keeps_steps, self._may_have_sent_from = False, math.inf
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -273,35 +274,26 @@ class FolderRounds(Rounds):
 
     # A round
 
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None or self.replicator.in_flight
-
     def exchange_and_apply(self, then: Callable[[], None] = lambda: None) -> None:
-        """Exchanges and applies the round, then maybe writes a checkpoint; errors may leave the round open."""
-        replicator, current = self.replicator, self._open or self.replicator.round
+        """Exchanges and applies the round, then maybe writes a checkpoint. After an error it may be open: to try again.
+
+        The message may be in the store by then, and count.
+        """
+        replicator, current = self.replicator, self.replicator.round
         assert current is not None
+
+        def end_without_apply(then: Callable[[], None]) -> None:
+            replicator.mark_applied()
+            self._note_end(current)
+            then()
+
         try:
-            replicator.round, self._open = current, None
-            try:
-                messages = replicator.exchange()
-            except CoveredError:  # a checkpoint has its messages, and this worker's if that counts
-
-                def end() -> None:
-                    replicator.mark_applied()
-                    self._note_end(current)
-                    then()
-
-                self._load_newest(least=self._number + 1, then=end)
-            else:
-                with uninterrupted():  # so that `decided` is the manifest of the weights
-                    replicator.apply(messages)
-                    self._note_end(current)
-                    then()
+            messages = replicator.exchange()
+        except CoveredError:  # a checkpoint has its messages, and this worker's if that counts
+            self._load_newest(least=self._number + 1, then=partial(end_without_apply, then))
         except DriftError:  # by the others this worker's message is applied, if it has a row
             with uninterrupted():
-                replicator.mark_applied()
-                self._note_end(current)
+                end_without_apply(lambda: None)
             raise
         except ForkedError as error:
             with uninterrupted():
@@ -310,10 +302,11 @@ class FolderRounds(Rounds):
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True  # LocalDeMo then catches up, and adopts the weights of now
             return
-        except BaseException:
-            if not replicator.in_flight:
-                self._open, replicator.round = replicator.round, None
-            raise
+        else:
+            with uninterrupted():  # so that `decided` is the manifest of the weights
+                replicator.apply(messages)
+                self._note_end(current)
+                then()
         outcome = self.run.last
         assert outcome is not None
         if outcome.envelope.leaves or self.run.stopping:
@@ -351,9 +344,7 @@ class FolderRounds(Rounds):
             self.save()
 
     def rollback(self) -> None:
-        """Forgets the round, unless its message may be in a manifest."""
-        if not self.replicator.in_flight:
-            self.replicator.rollback()
+        """Forgets nothing: the round's message may be in a manifest."""
 
     @property
     def sends_again(self) -> bool:
@@ -405,7 +396,6 @@ class FolderRounds(Rounds):
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
-                self._drop_if_sent_later(manifest)  # only while it joins with a state
                 rounds += 1
                 if asks and rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)
@@ -557,11 +547,7 @@ class FolderRounds(Rounds):
                     return True
             return None
 
-        number_before = self._number
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if self._may_have_sent_from < math.inf:
-            for missed in filter(None, map(self._manifest, range(number_before, self._number))):
-                self._drop_if_sent_later(missed)
 
     def _lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
@@ -597,11 +583,12 @@ class FolderRounds(Rounds):
         if not self._run_of_weights:
             return {}
         self.replicator.let_extract()
-        run, current, before = self.run, self._open or self.replicator.round, log.digest_of(self.run.decided)
+        run, current, before = self.run, self.replicator.round, log.digest_of(self.run.decided)
         message = None
         if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
-        return SavedWorker(run.record.identity, run.worker, before, message, sorted(run.numbers_read)).entry()
+        read, sent_from = sorted(run.numbers_read), self._sent_from
+        return SavedWorker(run.record.identity, run.worker, before, message, read, sent_from).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -611,9 +598,12 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        self._restored, self.run.numbers_read = saved, {*saved.read} if saved else set()
-        self._open, self._run_of_weights, self._may_have_sent_from = None, "", math.inf
         self.run.joined = False
+        self._restored, self._run_of_weights, self.run.numbers_read, self._sent_from = saved, "", set(), None
+        if saved is not None:
+            self._run_of_weights, self.run.numbers_read = saved.run, {*saved.read}
+            own = self._number + int(saved.message is not None)  # of this round is the saved message
+            self._sent_from = own if saved.sent_from is None else saved.sent_from
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
