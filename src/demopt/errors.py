@@ -83,4 +83,5 @@ class DriftError(DemoptError):
         named = ", ".join(map(str, ranks))
         difference = inside or f"the parameters of rank {named} differ from those of rank 0"
         super().__init__(f"step {step}: {difference}; nothing was applied. {remedy}, or go back to a checkpoint.")
+        self.reason = difference
         self.ranks = ranks

@@ -280,6 +280,20 @@ def test_drift_is_an_error_that_resync_mends_and_the_state_that_is_saved_then_kn
     assert [drifted.digest] == replayed(store)
 
 
+def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_joins(store):
+    first, drifts = joined(store, fingerprint_every=1)
+    drifts.optimizer.replicator.parameters[0].data.add_(1.0)
+    drifts.run.exchange_round = Mock(side_effect=ExchangeError("away"))
+    with pytest.raises(ExchangeError, match="away"):
+        drifts.round()
+    first.round(2)
+    again = Worker(store, 2, fingerprint_every=1, state=drifts.optimizer.own_state_dict()).join()
+    assert (again.rounds, again.digest) == (2, first.digest)
+    assert "the weights of worker w1 differ from those of w0; it takes the run's newest weights" in again.said
+    again.round()
+    assert again.run.row is not None
+
+
 @pytest.mark.parametrize("cut", [True, False])
 def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, cut):
     first = Worker(store, 0, checkpoint_every=1)

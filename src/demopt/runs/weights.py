@@ -215,7 +215,11 @@ class FolderRounds(Rounds):
                 self.replicator.round = self._round_of(restored.message, in_momentum=True)
         self._restored = None
         if self.is_open:
-            self.exchange_and_apply()
+            try:
+                self.exchange_and_apply()
+            except DriftError as error:  # of the state's weights, from an earlier life
+                run.say(f"{error.reason}; it takes the run's newest weights")
+                self._load_newest(least=0)
 
     def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
         """Returns the round of a message that was made before a restart; whether the error still has its content."""
