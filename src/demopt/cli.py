@@ -148,7 +148,7 @@ def _plain(hint: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _train(config: "TrainConfig") -> int:
-    """Trains a fresh decoder, or a model on disk, over a slow network; leaves a model of transformers."""
+    """Train a fresh decoder, or a model on disk, over a slow network; leave a model of transformers."""
     from demopt.train.config import resolve
 
     config = resolve(config)  # mistakes come before anything is said to start

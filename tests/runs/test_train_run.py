@@ -318,7 +318,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     told = machines.told("status")
     assert told.startswith("stopped: run ")
     assert re.search(r"last round .* ago", told)
-    assert "awaited" not in told
+    assert re.search(r"^ worker +samples {2}$", told, re.MULTILINE)  # no column for messages that nobody awaits
     told = machines.told("stop")
     assert told == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
     (machines.allowed / GONE).touch()
@@ -328,9 +328,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert machines.told("replay") == f"weights after 4 rounds: sha256 {digest}\n"
     assert machines.ended(machines.join("first"), "first") == digest
     assert "final train loss" not in machines.said("first")  # its steps were not the last
-    told = machines.told("status")
-    assert told.startswith("done: run "), told
-    assert "awaited" not in told
+    assert re.match(r"done: run (?!.*awaited)", machines.told("status"), re.DOTALL)
     assert "the run is done after step 20 of 20; demopt export" in machines.told("stop")
 
 

@@ -80,7 +80,7 @@ def test_second_signal_stops_at_once(tmp_path, text):
     train_runs.wait_for(lambda: not any(map(train_runs.alive, workers.values())))
 
 
-@pytest.mark.parametrize(("case", "workers"), [("delay", 3), ("adamw", 1)])
+@pytest.mark.parametrize(("case", "workers"), [("delay", 3), ("adamw", 1), ("local", 1)])
 def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, runs, tmp_path):
     out = as_killed(runs(case)[0], tmp_path / "run")
     before = last_of(out)
@@ -88,6 +88,7 @@ def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, 
     assert (before.settings["workers"], before.tokens) == (2, before.step * 2 * each)
     done = train_runs.resume(out, "--workers", workers)
     assert f"workers: 2 until now, {workers} from here; a step takes" in done.stdout
+    assert ("route gather" in done.stdout, "nothing is exchanged" in done.stdout) == (workers == 3, workers == 1)
     assert "UserWarning" not in done.stderr
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

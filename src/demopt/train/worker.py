@@ -47,7 +47,7 @@ class Connected:
         self.training, self.config, self.sizes = training, training.config, BatchSizes(training.config)
         self.number, self.tokens = (resumed.step, resumed.tokens) if resumed else (0, 0)
         self._total = sequences(training.corpus.train, self.config) * (self.config.epochs or 0)
-        self._sequences, self._stopped, self._said_route = 0, False, False
+        self._sequences, self._stopped, self._said_route = 0, False, training.team.world_size == 1
         self.sizes.fit({str(rank): 0.0 for rank in range(training.team.world_size)})
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from demopt.errors import printable
@@ -80,12 +80,10 @@ def shown(found: dict[str, Any]) -> Group:
     times += [f"{duration(found['seconds_left'])} left"] if found["seconds_left"] else []
     kept = f"checkpoint after round {found['checkpoint']}, log {found['log']}, demopt {found['demopt']}"
     lines = [f"{found['state']}: run {found['run']} in {found['address']}", "  ".join(parts), "  ".join(times), kept]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("worker")
-    table.add_column("samples", justify="right")
-    table.add_column("next message" if found["state"] == "open" else "")
+    more = ["next message"] if found["state"] == "open" else []
+    table = Table("worker", Column("samples", justify="right"), *more, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for worker, row in found["workers"].items():
-        table.add_row(Text(printable(worker)), str(row.get("samples", "")), row.get("next message", ""))
+        table.add_row(Text(printable(worker)), *(str(row.get(name, "")) for name in ("samples", *more)))
     for worker, reason in found["refused"].items():
         table.add_row(Text(printable(worker)), "", Text(printable(f"refused: {reason}")))
     return Group(*(Text(printable(line)) for line in lines if line), *([table] if table.rows else []))
