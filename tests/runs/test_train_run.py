@@ -381,7 +381,7 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     (machines.place / "empty").mkdir()
     told = command("export", machines.run, "--out", machines.place / "empty", "--model", "nowhere", code=2)
     assert "--model nowhere" in told or "the run's model" in told
-    for out, told in ((moved, "is the run's --model"), (machines.place / "first", "holds a run")):
+    for out, told in ((moved, f"would replace --model {moved}"), (machines.place / "first", "holds a run")):
         seen = command("export", machines.run, "--out", out, "--model", moved, "--merge", code=2)
         assert seen == f"demopt: --out {out} {told}; give another --out\n"
     seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved)

@@ -158,7 +158,7 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, monkeyp
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--run", ""], "--run is empty: is the variable set?"),
         (["--run="], "--run= is empty"),
-        (["--run", "here", "--out", "./here/"], "--out ./here/ is the folder of the run"),
+        (["--run", "here", "--out", "./here/"], "--out here would replace --run"),
         (["--out", "x" * 300], "File name too long"),
         (["--out", "a\udcff"], r"--out is 'a\udcff': not utf-8; rename it, or set LC_ALL"),
         (["--resume"], "holds no run; start one without --resume"),
@@ -172,6 +172,19 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, monkeyp
 def test_train_refuses_bad_flags(command, tmp_path, flags, told):
     assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("run", "file://{}"), ("run", "{}/model/run"), ("model", "{}/model"), ("tokenizer", "{}/model"), ("data", "{}"),
+     ("data", "{}/checkpoints/text"), ("key_file", "{}/wandb/key")],
+)  # fmt: skip
+def test_overwriting_a_run_deletes_nothing_that_the_new_one_reads(tmp_path, name, place):
+    place = place.format(tmp_path)
+    config = TrainConfig(out=f"{tmp_path}/x/..", overwrite=True, **{name: [place] if name == "data" else place})
+    with pytest.raises(InputError, match=f"would replace --{name.replace('_', '-')} .*; give another --out"):
+        OutFolder(Path(config.out)).refuse_if_taken(config)
+    OutFolder(tmp_path / "bytes").refuse_if_taken(replace(config, tokenizer="bytes"))
 
 
 def test_pipe_and_device_are_told_from_files(tmp_path):

@@ -373,8 +373,6 @@ def resolve(config: TrainConfig) -> TrainConfig:
         check_choice("--preset", config.preset, PRESETS)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if config.run and os.path.realpath(config.run) == os.path.realpath(config.out):
-        raise InputError(f"--out {config.out} is the folder of the run; each worker's --out is another one")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
     if config.model:

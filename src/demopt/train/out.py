@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from demopt.errors import DemoptError, first_line
+from demopt.runs.store import full
 from demopt.train.config import CHECKPOINTS, CONFIG, IDENTITY, InputError, TrainConfig
 
 Row = dict[str, Any]  # the metrics of a step
@@ -75,6 +76,19 @@ class OutFolder:
                 f"--out {self.root} already holds a run; go on with --resume, replace it with --overwrite, or give "
                 "another --out"
             )
+        self.refuse_sources(config, self.written)
+
+    def refuse_sources(self, config: TrainConfig, written: Iterable[Path]) -> None:
+        """Raises InputError if the run, or a file that it reads, is this folder or in one of the places `written`."""
+        named = [("--model", config.model), ("--tokenizer", config.tokenizer), ("--key-file", config.key_file)]
+        named += [("--data", each) for each in config.data]
+        with suppress(ValueError):  # of none; one that cannot be is told where it is opened
+            named.append(("--run", full(config.run or "")))
+        root, places = self.root.resolve(), {place.resolve() for place in written}
+        for name, source in named:
+            place = Path(source or "").resolve()
+            if source not in (None, "bytes") and (place == root or places & {place, *place.parents}):
+                raise InputError(f"--out {self.root} would replace {name} {source}; give another --out")
 
     @contextmanager
     def claimed(self, config: TrainConfig) -> Iterator[None]:

@@ -404,8 +404,7 @@ def export_model(address: str, key_file: str | None, given: Given) -> int:
     if "steps" not in run.record.settings:
         raise InputError(f"the run in {address} was not started by demopt train; see LocalDeMo.observe for its script")
     out = OutFolder(Path(config.out))
-    if config.model and os.path.realpath(config.model) == os.path.realpath(out.root):
-        raise InputError(f"--out {config.out} is the run's --model; give another --out")
+    out.refuse_sources(config, ())
     if out.metrics.exists() or out.identity.exists():
         raise InputError(f"--out {config.out} holds a run; give another --out")
     config, model = begin(resolve(config))
