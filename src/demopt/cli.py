@@ -121,7 +121,10 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
     about = typer.Option(help="Settings from a JSON file; flags override it.", rich_help_panel="Run")
     hints: dict[str, Any] = {"config": Annotated[Path | None, about]}
     for name, field in FIELDS.items():
-        hint, choices = _plain(field.annotation)
+        hint: Any = field.annotation  # without None; the config checks choices, with a suggestion
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
         default = field.get_default(call_default_factory=True)
         about = typer.Option(
             *([flag(name)] if default is False else []),  # without --no-NAME
@@ -130,7 +133,7 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
             metavar="|".join(choices) or None,
             show_default=False,
         )
-        hints[name] = Annotated[hint | None, about]
+        hints[name] = Annotated[(str if choices else hint) | None, about]
     keywords = [
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=h) for n, h in hints.items()
     ]
@@ -138,13 +141,6 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
     command.__annotations__ = hints
     command.__doc__ = run.__doc__
     return command
-
-
-def _plain(hint: Any) -> tuple[Any, tuple[str, ...]]:
-    """Returns a type without None, with its choices if it is a Literal; the config checks them, with a suggestion."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
-    return (str, typing.get_args(hint)) if typing.get_origin(hint) is Literal else (hint, ())
 
 
 def _train(config: "TrainConfig") -> int:

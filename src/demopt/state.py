@@ -387,8 +387,13 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
         "save less often, or let every rank write its own state: one file per rank, or, with "
         "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
     )
-    told = told if moved > MANY_STEPS * usual else ""
-    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, told
+    found = {}
+    for rank, data in enumerate(received):
+        try:
+            found[rank] = load_file(io.BytesIO(data))
+        except ValueError as error:
+            raise MessageError(f"the state that came to be consolidated is damaged ({error})", rank) from None
+    return found, told if moved > MANY_STEPS * usual else ""
 
 
 def _unshared_entries(state: StateDict) -> StateDict:
@@ -406,13 +411,6 @@ def _unshared_entries(state: StateDict) -> StateDict:
                     "consolidated; save demopt.checkpoint.OptimizerState(optimizer), or one file per rank"
                 )
     return {"state": own}
-
-
-def _loaded(rank: int, data: bytearray) -> StateDict:
-    try:
-        return load_file(io.BytesIO(data))
-    except ValueError as error:
-        raise MessageError(f"the state that came to be consolidated is damaged ({error})", rank) from None
 
 
 def load_file(file: BinaryIO) -> StateDict:

@@ -288,13 +288,14 @@ def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path
     told = command("train", "--out", finished[0], "--resume", "--overwrite", code=2)
     assert "--overwrite deletes the run that --resume continues" in told
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written: Not a directory"), OutFolder(tmp_path / "file/run").held():
+    out = OutFolder(tmp_path / "file/run")
+    with pytest.raises(InputError, match="cannot be written: Not a directory"), out.claimed(TrainConfig()):
         pass
 
 
 def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with OutFolder(tmp_path / "out").held():
+    with OutFolder(tmp_path / "out").claimed(TrainConfig()):
         pass
     assert "not locked against a second run: No locks available" in capsys.readouterr().err
 

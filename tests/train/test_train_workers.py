@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from train_runs import COMMAND, LIMIT, SMALL, alive, assert_same, metrics, steps_done, workers_of
 
 import forked
-from demopt.train.config import InputError
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.launch import explain
 from demopt.train.out import OutFolder
 
@@ -78,10 +78,11 @@ def test_workers_refuse_unlike_settings(tmp_path):
 
 def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):
     out = shutil.copytree(finished[0], tmp_path / "run")
-    with OutFolder(out).held():
+    with (out / ".lock").open("w") as lock:
+        OutFolder(out)._lock(lock.fileno())
         ((code, told),) = _by_hand(out, ["--data", text, "--overwrite"])
         assert (code, f"--out {out}: a run is at work in it" in told) == (2, True)
-        with pytest.raises(InputError, match="a run is at work in it"), OutFolder(out).held():
+        with pytest.raises(InputError, match="a run is at work in it"), OutFolder(out).claimed(TrainConfig()):
             pass
     assert_same(out, finished[0])
 

@@ -80,14 +80,14 @@ from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
     import demopt.train.loop as loop
     train_steps = loop.train_steps
-    def changed(training, steps):
-        draw = steps.draw
+    def changed(training):
+        draw = training.draw
         def held():
-            if steps.number + 1 == {step}:
+            if training.number + 1 == {step}:
                 {action}
             return draw()
-        steps.draw = held
-        train_steps(training, steps)
+        training.draw = held
+        train_steps(training)
     for module in filter(None, map(sys.modules.get, (loop.__name__, "demopt.train.worker"))):  # if forked
         module.train_steps = changed
 """

@@ -2,10 +2,10 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -88,25 +88,37 @@ def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
     return replace(codec, **given)
 
 
+def _yes_or_no(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; give True or False")
+    return value
+
+
+_up_to_one = partial(check_number, high=1.0, closed_high=True)
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each."""
+    """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each.
 
-    lr: float
-    momentum_decay: float
-    alpha: float
-    weight_decay: float
-    top_k: int | None  # None: all, the sign of each
-    chunk: int
-    update: Rule
-    transform: str
-    reduction: str
-    values: str
-    gradient_scale: str  # "sum" is LocalDeMo's: see `momentum_is_error`
-    chunking: str
-    exact: bool | None
-    clip_to_median: bool
-    maximize: bool
+    Each has its check, which returns the value as it counts.
+    """
+
+    lr: Annotated[float, check_number]
+    momentum_decay: Annotated[float, _up_to_one]  # 1: of LocalDeMo's error alone
+    alpha: Annotated[float, partial(_up_to_one, open_low=True)]
+    weight_decay: Annotated[float, check_number]
+    top_k: Annotated[int | None, lambda name, value: None if value is None else check_count(name, value)]
+    chunk: Annotated[int, check_count]
+    update: Annotated[Rule, lambda _, value: rule_of(value)]
+    transform: Annotated[str, partial(check_choice, known=TRANSFORMS)]
+    reduction: Annotated[str, partial(check_choice, known=REDUCTIONS)]
+    values: Annotated[str, partial(check_choice, known=QUANTIZERS)]
+    gradient_scale: Annotated[str, partial(check_choice, known=(*GRADIENT_SCALES, "sum"))]  # see `momentum_is_error`
+    chunking: Annotated[str, partial(check_choice, known=CHUNKINGS)]
+    exact: Annotated[bool | None, lambda name, value: None if value is None else _yes_or_no(name, value)]
+    clip_to_median: Annotated[bool, _yes_or_no]
+    maximize: Annotated[bool, _yes_or_no]
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Hyperparameters":
@@ -160,7 +172,8 @@ class Hyperparameters:
         return length if index_code(keep, length).bits + keep * value_bits >= length * value_bits else keep
 
 
-NAMES = tuple(entry.name for entry in fields(Hyperparameters))
+_CHECKS = {n: hint.__metadata__[0] for n, hint in get_type_hints(Hyperparameters, include_extras=True).items()}
+NAMES = tuple(_CHECKS)
 
 
 def check_names(group: Mapping[str, Any]) -> None:
@@ -177,30 +190,3 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a group as checkpoints hold it: its update rule as text, and no scalars of numpy."""
     found = {k: v if isinstance(v, Tensor) or not hasattr(v, "item") else v.item() for k, v in group.items()}
     return {**found, "update": str(rule_of(group["update"]))} if "update" in group else found
-
-
-def _yes_or_no(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; give True or False")
-    return value
-
-
-_up_to_one = partial(check_number, high=1.0, closed_high=True)
-#: The check of each hyper-parameter, which returns the value as it counts.
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "lr": check_number,
-    "momentum_decay": _up_to_one,  # 1: of LocalDeMo's error alone
-    "alpha": partial(_up_to_one, open_low=True),
-    "weight_decay": check_number,
-    "top_k": lambda name, value: None if value is None else check_count(name, value),
-    "chunk": check_count,
-    "update": lambda _, value: rule_of(value),
-    "transform": partial(check_choice, known=TRANSFORMS),
-    "reduction": partial(check_choice, known=REDUCTIONS),
-    "values": partial(check_choice, known=QUANTIZERS),
-    "gradient_scale": partial(check_choice, known=(*GRADIENT_SCALES, "sum")),
-    "chunking": partial(check_choice, known=CHUNKINGS),
-    "exact": lambda name, value: None if value is None else _yes_or_no(name, value),
-    "clip_to_median": _yes_or_no,
-    "maximize": _yes_or_no,
-}

@@ -11,6 +11,8 @@ over ranks have a fixed order, or are exact (docs/algorithm.md). A chunk group's
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -134,42 +136,52 @@ def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number
     Goes block by block: Q and U of one block exist at a time, never of the whole model. `round_number` seeds the
     rounding of bfloat16 parameters.
     """
-    if chunk_group.settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
+    settings, rule = chunk_group.settings, chunk_group.rule
+    if settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
         coefficients = coefficients.clipped_to_median()
-    if chunk_group.updater is not None and (parameters := _in_one_pass(chunk_group)):
-        settings = chunk_group.settings
-        factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
-        by_sign = chunk_group.rule.signs_only
-        chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), by_sign, factors)
-        return
-    rule = chunk_group.rule
+    if chunk_group.updater is not None:
+        parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]
+        fit = all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters)
+        if fit and apart(parameters):  # threads write them at the same time: one pass, with the same bits
+            factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
+            chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), rule.signs_only, factors)
+            return
     for block in chunk_group.blocks:
         pair_2Crc = workspace.pair(chunk_group, block.stop - block.start)  # U, then phi(U), and a spare
         part = coefficients.chunks(block.start, block.stop)
-        if rule.signs_only:
-            _direction_by_sign(chunk_group, part, pair_2Crc)
-        else:
-            invert(chunk_group, part, pair_2Crc)
-            if rule.whole_matrix:
-                _update_matrices(chunk_group, block, pair_2Crc, round_number)
-                continue
+        invert(chunk_group, part, pair_2Crc, rule.signs_only)
+        if rule.whole_matrix:
+            _update_matrices(chunk_group, block, pair_2Crc, round_number)
+            continue
+        if not rule.signs_only:
             state = {name: tensor[block.start : block.stop] for name, tensor in chunk_group.rule_state.items()}
             rule(pair_2Crc[0], pair_2Crc[1], state)
         update_parameters(chunk_group, block, pair_2Crc, round_number)
 
 
-def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor) -> None:
-    """Steps 6 and 7: writes U [C, r, c] of the coefficients' chunks to the first tensor of `pair_2Crc`."""
-    if chunk_group.inverter is not None:
-        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair_2Crc[0])
+def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool) -> None:
+    """Steps 6 and 7: writes U [C, r, c] of the coefficients' chunks to the first tensor of `pair_2Crc`.
+
+    `by_sign`: phi(U) of signum. The units of exact decoding are positive, so U's sign is that of its integers.
+    """
+    (out, spare), bases, settings = pair_2Crc, chunk_group.inverse_bases, chunk_group.settings
+    ties = by_sign and chunk_group.key.ties
+    if chunk_group.inverter is not None and ties == by_sign:
+        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign, out)
         return
-    units_C = _aggregate(chunk_group, coefficients, pair_2Crc, by_sign=False)
-    if units_C is None:
-        transform.inverse(pair_2Crc[0], chunk_group.inverse_bases, pair_2Crc[1])
-        return
-    for unit_C in exact.inverse(pair_2Crc[0], chunk_group.inverse_bases, pair_2Crc[1]):
-        units_C = units_C * unit_C
-    pair_2Crc[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
+    # step 6: Q, if decoding is exact in units [C]
+    units_C = coefficients.aggregate(settings.reduction, chunk_group.largest_level, pair_2Crc.flatten(2), by_sign)
+    if chunk_group.key.exact:
+        more_units = exact.inverse(out, bases, spare, positive_zeros=ties)
+        if units_C is not None:
+            units_C = functools.reduce(torch.mul, more_units, units_C) * chunk_group.basis_unit
+            out.mul_(units_C.view(-1, 1, 1))
+    else:
+        transform.inverse(out, bases, spare)
+        if ties:
+            out.add_(0.0)  # no zero may be negative
+    if by_sign:
+        sign(out, coefficients.codes.any(0) if ties and coefficients.codes is not None else None)
 
 
 def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -258,34 +270,10 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
             torch._foreach_add_(targets, directions)
 
 
-def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
-    """Returns the parameters if kernels can do steps 6 to 8 in one pass over them, with the same bits."""
-    parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]
-    fit = all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters)
-    return parameters if fit and apart(parameters) else None  # threads write them at the same time
-
-
-def _received(chunk_group: ChunkGroup, coefficients: Coefficients) -> kernels.Received:
-    return coefficients.received(chunk_group.largest_level, chunk_group.settings.reduction)
-
-
-def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor) -> None:
-    """Steps 6, 7 and phi of signum: the units of exact decoding are positive, so U's sign is that of its integers."""
-    out, ties = pair_2Crc[0], chunk_group.key.ties
-    if ties and chunk_group.inverter is not None:
-        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=True, out_Crc=out)
-        return
-    _aggregate(chunk_group, coefficients, pair_2Crc, by_sign=True)
-    if chunk_group.key.exact:
-        exact.inverse(out, chunk_group.inverse_bases, pair_2Crc[1], positive_zeros=ties)
-    else:
-        transform.inverse(out, chunk_group.inverse_bases, pair_2Crc[1])
-        if ties:
-            out.add_(0.0)  # no zero may be negative
-    sign(out, coefficients.codes.any(0) if ties and coefficients.codes is not None else None)
-
-
-def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool) -> Tensor | None:
-    """Step 6: writes Q to the first tensor; if decoding is exact, in the returned units [C]."""
-    reduction, level = chunk_group.settings.reduction, chunk_group.largest_level
-    return coefficients.aggregate(reduction, level, pair_2Crc.flatten(2), by_sign)
+def _received(chunk_group: ChunkGroup, sent: Coefficients) -> kernels.Received:
+    """Returns integers as kernels take them."""
+    tensors, level = sent.tensors, chunk_group.largest_level or 0
+    if chunk_group.section.all_signs:
+        return kernels.received_signs(tensors["signs"], tensors["codes"], exact.weights_of(sent.samples))
+    strongest = tensors["positions"], tensors["numbers"], tensors["codes"]
+    return kernels.received_strongest(*strongest, level, chunk_group.settings.reduction)

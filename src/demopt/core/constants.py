@@ -15,9 +15,3 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 def places(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the numbers 0, 1, 2, ..., `count` of them, to shift by."""
     return torch.arange(count, dtype=dtype, device="cpu").to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def masks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the lowest `count` bits of an integer, each alone."""
-    return (1 << torch.arange(count, device="cpu")).to(dtype).to(device)

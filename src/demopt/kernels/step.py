@@ -10,6 +10,8 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from demopt.core import exact
 from demopt.core.chunking import Chunking, matrix_of
 from demopt.core.transform import Bases, Factors
+from demopt.interrupts import uninterrupted
 from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
@@ -119,32 +122,21 @@ def _check_matrix(what: str, given: Tensor, matrix: Any) -> None:
 def run(name: str, job: Any, elements: int) -> None:
     """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left.
 
-    It returns, or raises KeyboardInterrupt, only after all threads, because the caller then frees the job's memory.
+    It returns after all threads, also if a signal comes, because the caller then frees the job's memory.
     """
     loaded = library()
-    function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
-    threads: list[threading.Thread] = []
-    interrupt: BaseException | None = None
-    try:
-        for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0):
-            threads.append(threading.Thread(target=function, args=(ctypes.byref(job),)))
-            threads[-1].start()
-    except RuntimeError:  # the machine has no more threads: those that there are do the work
-        pass
-    except BaseException as error:
-        interrupt = error
-    try:
-        function(ctypes.byref(job))
-    except BaseException as error:
-        interrupt = error
-    for thread in threads:
-        while thread.is_alive():
-            try:
+    function = partial(getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}"), ctypes.byref(job))
+    threads = [
+        threading.Thread(target=function) for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0)
+    ]
+    with uninterrupted() if threads else nullcontext():
+        with suppress(RuntimeError):  # the machine has no more threads: those that there are do the work
+            for thread in threads:
+                thread.start()
+        function()
+        for thread in threads:
+            if thread.is_alive():
                 thread.join()
-            except BaseException as error:
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 class Received(ctypes.Structure):

@@ -1,7 +1,7 @@
 """Copies between accelerators and the host, in pieces, through two buffers for each device.
 
-One piece travels while the host reads or fills the other. The device runs nothing but copies, on a stream of their own
-where it has streams, and no memory of the device is needed.
+One piece travels while the host reads or fills the other. The device runs nothing but copies, on a stream of their own,
+and no memory of the device is needed.
 """
 
 from collections import defaultdict
@@ -45,8 +45,13 @@ class Staging:
             if way == "along":
                 sources, targets = zip(*mine, strict=True)
                 torch._foreach_copy_(targets, sources)  # in few operations: an accelerator pays for each
-            else:
+                continue
+            try:
                 self._lanes[device] = lane = self._lanes.get(device) or _Lane(device)
+            except (RuntimeError, NotImplementedError, TypeError):  # without streams, as MPS: torch copies one by one
+                for source, target in mine:
+                    target.copy_(source)
+            else:
                 lane.up(mine) if way == "up" else lane.down(mine)
 
     def __reduce__(self) -> tuple[type["Staging"], tuple[()]]:
@@ -57,12 +62,8 @@ class _Lane:
     """The buffers and the stream for one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        try:
-            self._stream: torch.Stream | None = torch.Stream(device)
-            self._events = [torch.Event(device), torch.Event(device)]
-        except (RuntimeError, NotImplementedError, TypeError):  # as on MPS: copies then wait
-            self._stream, self._events = None, []
+        self._device, self._stream = device, torch.Stream(device)
+        self._events = [torch.Event(device), torch.Event(device)]
 
     def down(self, pairs: list[Pair]) -> None:
         """Device to host; returns when all is there."""
@@ -70,8 +71,8 @@ class _Lane:
         with self._on_stream():
             for slot, load in self._loads(pairs, source_travels=True):
                 for staged, source, _ in load:
-                    staged.copy_(source, non_blocking=self._stream is not None)
-                self._record(slot)
+                    staged.copy_(source, non_blocking=True)
+                self._events[slot].record(self._stream)
                 if before:
                     self._unload(*before)
                 before = slot, load
@@ -82,16 +83,16 @@ class _Lane:
         """Host to device; what this thread launches from now on sees it."""
         with self._on_stream():
             for slot, load in self._loads(pairs, source_travels=False):
-                self._wait(slot)  # for the load before the last, which was in this buffer
+                self._events[slot].synchronize()  # for the load before the last, which was in this buffer
                 for staged, source, target in load:
                     staged.copy_(source)
-                    target.copy_(staged, non_blocking=self._stream is not None)
-                self._record(slot)
-        for slot in range(len(self._events)):
-            torch.accelerator.current_stream(self._device).wait_event(self._events[slot])
+                    target.copy_(staged, non_blocking=True)
+                self._events[slot].record(self._stream)
+        for event in self._events:
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
     def _unload(self, slot: int, load: Load) -> None:
-        self._wait(slot)
+        self._events[slot].synchronize()
         for staged, _, target in load:
             target.copy_(staged)
 
@@ -125,9 +126,6 @@ class _Lane:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """The context of the lane's stream, which is behind all that this thread has launched."""
-        if self._stream is None:
-            yield
-            return
         current = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(current)
         torch.accelerator.set_stream(self._stream)
@@ -135,11 +133,3 @@ class _Lane:
             yield
         finally:
             torch.accelerator.set_stream(current)
-
-    def _record(self, slot: int) -> None:
-        if self._stream is not None:
-            self._events[slot].record(self._stream)
-
-    def _wait(self, slot: int) -> None:
-        if self._stream is not None:
-            self._events[slot].synchronize()

@@ -21,7 +21,7 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.codec.steps import Workspace, decompress, subtract, sum_and_encode
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, Result, Route, count_faults, read_result
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Result, Route, count_faults, read_result
 from demopt.wire.bits import pack_sections
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import SIGN_GRANULE, Layout, Section
@@ -33,7 +33,7 @@ class Owner(Route):
 
         sum <- E + Q;   the signs of sum, and a scale per chunk, are the answer;   E <- sum - answer, once it is applied
 
-    All ranks apply the same answers, on any hardware. The update differs from that of `Gather`.
+    All ranks apply the same answers, on any hardware. The update differs from that of gather.
 
     Source: a second error at the server: arXiv 2102.02888 (1-bit Adam), section 4.
     """
@@ -45,12 +45,17 @@ class Owner(Route):
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.spans_of = divided(self.layout.sections, world_size)
         self.spans = self.spans_of[rank]  # the chunks that this rank owns, by chunk group
-        self.layouts = layouts_of(self.layout.sections, self.spans_of)
+        layouts = []
+        for spans in self.spans_of:
+            pairs = zip(self.layout.sections, spans, strict=True)
+            layouts.append(Layout(tuple(replace(section, chunks=span.stop - span.start) for section, span in pairs)))
+        least = max(layout.size for layout in layouts)
+        self.layouts = [replace(layout, least=least) for layout in layouts]  # of the parts, all of one length, by owner
         self.errors = [
             chunk_group.flat_momentum.new_zeros(span.stop - span.start, chunk_group.key.length)
             for chunk_group, span in zip(chunk_groups, self.spans, strict=True)
         ]
-        self._owned = Gather(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
+        self._owned = Route(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
         self._owned.layout = self.layouts[rank]
         self._sums: list[Tensor] = []  # of the answer that was sent last, if nothing has applied it yet
 
@@ -142,6 +147,10 @@ class Owner(Route):
             self.errors[number].copy_(sums)
         self._sums = []
 
+    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
+        del decoded, row  # answers, which no rank has sent
+        super().subtract_sent(data)
+
 
 def _by_chunk_group(answers: list[Decoded]) -> Decoded:
     """Returns the signs of each chunk group's chunks, of all owners."""
@@ -165,13 +174,3 @@ def divided(sections: tuple[Section, ...], world_size: int) -> list[list[slice]]
         spans.append([slice(start, stop) for start, stop in pairwise(bounds)])
         begin += count * size
     return [[each[owner] for each in spans] for owner in range(world_size)]
-
-
-def layouts_of(sections: tuple[Section, ...], spans_of: list[list[slice]]) -> list[Layout]:
-    """Returns the layout of the part for each owner; all parts have the same length."""
-    found = []
-    for spans in spans_of:
-        pairs = zip(sections, spans, strict=True)
-        found.append(Layout(tuple(replace(section, chunks=span.stop - span.start) for section, span in pairs)))
-    least = max(layout.size for layout in found)
-    return [replace(layout, least=least) for layout in found]

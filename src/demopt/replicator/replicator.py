@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.codec.steps import Workspace, compress
@@ -37,7 +36,7 @@ from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
 from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read_result
-from demopt.replicator.session import Session, check_alike, copies_of, copy_tensors, difference_of_copies
+from demopt.replicator.session import Session, check_alike, copies_of, copy_tensors, difference_of_copies, tensors_at
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import check_rank, warn
 from demopt.wire.bits import pack_sections
@@ -279,11 +278,10 @@ class Replicator:
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
         """Steps 1 to 4 for a prepared round, whose message it makes."""
         wiring, started = current.wiring, time.perf_counter()
-        with record_function("demopt.extract"):
-            if current.finite:
-                sent = (compress(each, gradients, factor, self._workspace, minus) for each in wiring.chunk_groups)
-                current.data = pack_sections([*sent])
-            current.message = wiring.route.message(current.header, current.data)
+        if current.finite:
+            sent = (compress(each, gradients, factor, self._workspace, minus) for each in wiring.chunk_groups)
+            current.data = pack_sections([*sent])
+        current.message = wiring.route.message(current.header, current.data)
         current.stats = current.stats.timed("extract", started)
 
     # Phase 2, exchange: this rank's message -> the route's result
@@ -325,13 +323,12 @@ class Replicator:
         """Exchanges the message, maybe in the background; returns the messages. Changes nothing but the round."""
         assert current.message is not None
         sent, received = exchange.sent_bytes, exchange.received_bytes
-        with record_function("demopt.exchange"):
-            if isinstance(exchange, VaryingExchange):
-                outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
-                assert outcome.result is not None
-                current.outcome, current.result, messages = outcome, outcome.result, outcome.result.messages
-            else:
-                messages = current.wiring.route.exchange(current.message, exchange, current.header)
+        if isinstance(exchange, VaryingExchange):
+            outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
+            assert outcome.result is not None
+            current.outcome, current.result, messages = outcome, outcome.result, outcome.result.messages
+        else:
+            messages = current.wiring.route.exchange(current.message, exchange, current.header)
         travelled = Stats(sent_bytes=exchange.sent_bytes - sent, received_bytes=exchange.received_bytes - received)
         current.stats = current.stats.after(travelled)  # a round may travel twice
         return messages
@@ -339,8 +336,7 @@ class Replicator:
     def _arrived(self, current: Round, work: "Future[Tensor]") -> Tensor:
         """Waits for the messages of a round in flight. One that failed may travel again."""
         try:
-            with record_function("demopt.wait"):
-                messages = work.result()
+            messages = work.result()
         except BaseException:  # also an interrupt: the round is then in flight still
             if work.done() and work.exception() is not None:
                 current.work = None
@@ -392,10 +388,9 @@ class Replicator:
         current.wiring.require_unchanged()
         if not result.skipped:
             wiring, number = current.wiring, current.header.round_number
-            with record_function("demopt.apply"):
-                wiring.route.apply(result.decoded, number)
-                if current.in_momentum and current.row is not None:  # otherwise a later round sends it
-                    wiring.route.subtract_sent(current.data, result.decoded, current.row)
+            wiring.route.apply(result.decoded, number)
+            if current.in_momentum and current.row is not None:  # otherwise a later round sends it
+                wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
@@ -531,8 +526,8 @@ class Replicator:
         with exchange.paused():
             check_alike(exchange, facts, wiring.device)  # other lengths end gloo's process
         copy_tensors(exchange, tensors, src)
-        for held in copies_of(wiring, exchange):
-            copy_tensors(held.exchange, held.tensors(wiring, momenta=True), src=0)
+        for held, places in copies_of(wiring, exchange):
+            copy_tensors(held, tensors_at(places, wiring, momenta=True), src=0)
         self.round_number.copy_(number[0])
 
     def regroup(self, process_group: Any) -> None:

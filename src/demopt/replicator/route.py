@@ -1,11 +1,10 @@
-"""Routes, the ways of a round's messages between ranks: their interface, and gather, the plainest.
+"""Routes, the ways of a round's messages between ranks: gather, the plainest, of which `owner.py` changes parts.
 
 gather: every rank receives every message, and all compute the same sums. (W - 1) B received.
 
 Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,15 +50,17 @@ class Result:
             yield from (each for each in vars(part).values() if isinstance(each, Tensor))
 
 
-class Route(ABC):
-    """Turns every rank's coefficients into the same update on every rank.
+class Route:
+    """A way of messages, which turns every rank's coefficients into the same update on every rank.
+
+    This one is gather: one all_gather, and the messages themselves are the result; in a folder, any number of them.
 
     A round calls `message`, `exchange`, then the function `read_result` (which may call `decode`), `check`, `apply` and
     `subtract_sent`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses
     the network between nodes, and only `apply` changes parameters.
     """
 
-    name: ClassVar[str]  #: as users write it
+    name: ClassVar[str] = "gather"  #: as users write it
     least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
@@ -77,47 +78,56 @@ class Route(ABC):
         del settings
         return ""
 
-    @property
-    @abstractmethod
+    @cached_property
     def widths(self) -> tuple[int, int]:
         """The bytes in this rank's message, and in a row of the result of `exchange`."""
+        each = HEADER_BYTES + self.layout.size
+        return each, each
 
     @property
-    @abstractmethod
     def bytes_each_way(self) -> int:
         """The bytes that each rank sends per round, and as many that it receives, headers included."""
+        return (self.world_size - 1) * self.widths[0]
 
-    @abstractmethod
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds this rank's message, uint8 [B], from each group's bytes; `data` is empty if the header is flagged."""
+        return pack_message(header, *data, size=self.layout.size, device=self.device)
 
-    @abstractmethod
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         """Exchanges the messages; returns the result uint8 [rows, B], the same bytes on every rank."""
+        del header
+        return exchange.all_gather(message)
 
-    @abstractmethod
-    def decode(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
+    def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         """Decodes all of the result without waiting for the device; returns also the faults in each body, int64 [W]."""
+        found, faults = self.layout.decode(bodies_WB, self.devices)
+        return found, count_faults(faults, bodies_WB)
 
-    @abstractmethod
-    def check(self, result: Result, expected: Header) -> tuple[int, Any]:
+    def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
         """Checks all of the result; returns the union of its flags, and the input of `apply`. Raises MessageError."""
+        flags = check_headers(result.headers, expected, self.layout.size)
+        if flags & NONFINITE:
+            return flags, []
+        decoded = result.decoded or self.layout.checked(result.messages[:, HEADER_BYTES:])
+        samples = tuple([header.samples for header in result.headers])  # they weigh signs of all
+        return flags, [replace(each, samples=samples) for each in decoded]
 
     def owner_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
         yield from ()
 
-    @abstractmethod
-    def apply(self, decoded: Any, round_number: int) -> None:
+    def apply(self, decoded: Decoded, round_number: int) -> None:
         """Updates the parameters of all chunk groups; `round_number` as in `decompress`."""
+        for chunk_group, coefficients in zip(self.chunk_groups, self._trusted(decoded), strict=True):
+            decompress(chunk_group, coefficients, round_number, self.workspace)
 
-    def subtract_sent(self, data: list[Tensor], decoded: Any = None, row: int = 0) -> None:
+    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
         """The rest of step 4: the coefficients in this rank's message, which all have applied, leave its momentum.
 
-        They are decoded from its bytes `data`; from row `row` of `decoded`, where that holds all messages.
+        They are decoded from its bytes `data`, or are row `row` of `decoded`.
         """
-        del decoded, row
-        for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):  # none if flagged
+        mine = self._own(data) if decoded is None else [coefficients.rank(row) for coefficients in decoded]
+        for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none if flagged
             subtract_sent(chunk_group, coefficients)
 
     def _own(self, data: list[Tensor]) -> Decoded:
@@ -127,6 +137,17 @@ class Route(ABC):
             return self.layout.decode(body.unsqueeze(0), self.devices)[0]
         pairs = zip(self.layout.sections, data, strict=False)
         return [section.checked(each.unsqueeze(0)) for section, each in pairs]
+
+    def _trusted(self, decoded: Decoded) -> Decoded:
+        """With clip_to_median, leaves out the ranks that work against the others. Their momenta lose all they sent."""
+        judged = [number for number, group in enumerate(self.chunk_groups) if group.settings.clip_to_median]
+        if not judged or decoded[0].world_size < 3:
+            return decoded
+        agreements = [decoded[number].agreement() for number in judged]
+        ranks = trusted(torch.stack([each.cpu() for each in agreements]).sum(0))
+        if len(ranks) == decoded[0].world_size:
+            return decoded
+        return [each.ranks(ranks) if number in judged else each for number, each in enumerate(decoded)]
 
 
 def read_result(route: Route, messages: Tensor) -> Result:
@@ -141,68 +162,6 @@ def read_result(route: Route, messages: Tensor) -> Result:
     headers = read_headers(here, invalid)
     valid = not any(header.has_faults for header in headers)
     return Result(messages, messages._version, headers, decoded if valid else None)
-
-
-class Gather(Route):
-    """One all_gather; the messages themselves are the result. In a folder, any number of them."""
-
-    name = "gather"
-
-    @cached_property
-    def widths(self) -> tuple[int, int]:
-        each = HEADER_BYTES + self.layout.size
-        return each, each
-
-    @property
-    def bytes_each_way(self) -> int:
-        return (self.world_size - 1) * self.widths[0]
-
-    def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        return pack_message(header, *data, size=self.layout.size, device=self.device)
-
-    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        del header
-        return exchange.all_gather(message)
-
-    def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
-        found, faults = self.layout.decode(bodies_WB, self.devices)
-        return found, count_faults(faults, bodies_WB)
-
-    def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
-        flags = check_headers(result.headers, expected, self.layout.size)
-        if flags & NONFINITE:
-            return flags, []
-        decoded = result.decoded or self.layout.checked(result.messages[:, HEADER_BYTES:])
-        samples = tuple([header.samples for header in result.headers])  # they weigh signs of all
-        return flags, [replace(each, samples=samples) for each in decoded]
-
-    def apply(self, decoded: Decoded, round_number: int) -> None:
-        if self._judged:
-            decoded = self._trusted(decoded)
-        for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
-            decompress(chunk_group, coefficients, round_number, self.workspace)
-
-    @cached_property
-    def _judged(self) -> list[int]:
-        """The chunk groups with clip_to_median."""
-        return [number for number, group in enumerate(self.chunk_groups) if group.settings.clip_to_median]
-
-    def _trusted(self, decoded: Decoded) -> Decoded:
-        """Leaves out the ranks that work against the others. Their momenta lose what they have sent all the same."""
-        if decoded[0].world_size < 3:
-            return decoded
-        agreements = [decoded[number].agreement() for number in self._judged]
-        ranks = trusted(torch.stack([each.cpu() for each in agreements]).sum(0))
-        if len(ranks) == decoded[0].world_size:
-            return decoded
-        return [each.ranks(ranks) if number in self._judged else each for number, each in enumerate(decoded)]
-
-    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
-        if decoded is None:
-            super().subtract_sent(data)
-            return
-        for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
-            subtract_sent(chunk_group, coefficients.rank(row))  # the message came back, and is decoded
 
 
 def count_faults(faults: Faults, bodies_WB: Tensor) -> Tensor:

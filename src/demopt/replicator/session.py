@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -109,8 +109,7 @@ class Session:
         """The handshake: compares facts, the first time also weights. Raises SettingsError if facts differ."""
         parameters, device = wiring.parameters, wiring.device
         _check_sharding(self.exchange.global_ranks, parameters)
-        inside = copies_of(wiring, self.exchange)
-        alike = [(held.exchange, held.tensors(wiring, momenta=False)) for held in inside]
+        alike = [(held, tensors_at(places, wiring, momenta=False)) for held, places in copies_of(wiring, self.exchange)]
         facts = {**wiring.facts(), _STEP: str(round_number)}
         order = [*map(id, parameters)]
         is_new = self._agreed is None or order != self._order
@@ -296,56 +295,46 @@ def _check_sharding(global_ranks: frozenset[int], parameters: list[Tensor]) -> N
 # Copies inside a node
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Parameters, by their place in the wiring, of which each rank of an exchange inside the node holds a copy."""
+def copies_of(wiring: Wiring, exchange: Exchange) -> list[tuple[Exchange, list[int]]]:
+    """Returns exchanges inside this node whose ranks hold copies of parameters, with the places of these parameters.
 
-    exchange: Exchange
-    places: tuple[int, ...]
-
-    def tensors(self, wiring: Wiring, momenta: bool) -> list[Tensor]:
-        """Returns the tensors that must be equal in all copies: parameters, their rules' state, and the momenta."""
-        parameters = [wiring.parameters[place] for place in self.places]
-        found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
-        for chunk_group in wiring.chunk_groups:
-            for buffer in (*chunk_group.rule_state.values(), *([chunk_group.momentum] if momenta else [])):
-                found += [rows for parameter, rows in chunk_group.rows(buffer) if id(parameter) in ids]
-        return found
-
-    def difference(self, wiring: Wiring) -> str:
-        """Names a copy that differs; all ranks that hold these call it together."""
-        fingerprints = [fingerprint([to_local(wiring.parameters[place])]) for place in self.places]
-        theirs = gather_values(self.exchange, fingerprints, wiring.device)
-        for number, place in enumerate(self.places):
-            differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
-            if differing:
-                which = f"{wiring.names[place]} (shape {list(wiring.parameters[place].shape)})"
-                return f"{which} differs between ranks 0 and {differing[0]} of those in a node with copies"
-        return ""
-
-
-def copies_of(wiring: Wiring, exchange: Exchange) -> list[Copies]:
-    """Returns the copies that ranks of this node hold, in the same order on all of them."""
+    They come in the same order on all of these ranks.
+    """
     parameters = wiring.parameters
     if exchange.intra_node is not None:
-        return [Copies(exchange.intra_node, tuple(range(len(parameters))))]
+        return [(exchange.intra_node, [*range(len(parameters))])]
     places: dict[Any, list[int]] = {}
     for place, parameter in enumerate(parameters):
         for pg in groups_of_copies(parameter):
             places.setdefault(pg, []).append(place)
-    inside = [Copies(Collective(pg), tuple(held)) for pg, held in places.items()]
-    return [each for each in inside if not each.exchange.global_ranks <= exchange.global_ranks]
+    inside = [(Collective(pg), held) for pg, held in places.items()]
+    return [(each, held) for each, held in inside if not each.global_ranks <= exchange.global_ranks]
+
+
+def tensors_at(places: Sequence[int], wiring: Wiring, momenta: bool) -> list[Tensor]:
+    """Returns the tensors that must be equal in all copies: parameters, their rules' state, and the momenta."""
+    parameters = [wiring.parameters[place] for place in places]
+    found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
+    for chunk_group in wiring.chunk_groups:
+        for buffer in (*chunk_group.rule_state.values(), *([chunk_group.momentum] if momenta else [])):
+            found += [rows for parameter, rows in chunk_group.rows(buffer) if id(parameter) in ids]
+    return found
 
 
 def difference_of_copies(wiring: Wiring, exchange: Exchange) -> str:
     """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
     inside, found = copies_of(wiring, exchange), ""
-    for held in inside:
-        here = held.difference(wiring)  # always: the ranks that hold these copies call it together
-        found = found or here
+    for held, places in inside:  # each of them: the ranks that hold these copies compare them together
+        fingerprints = [fingerprint([to_local(wiring.parameters[place])]) for place in places]
+        theirs = gather_values(held, fingerprints, wiring.device)
+        for number, place in enumerate(places):
+            differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
+            if differing and not found:
+                which = f"{wiring.names[place]} (shape {list(wiring.parameters[place].shape)})"
+                found = f"{which} differs between ranks 0 and {differing[0]} of those in a node with copies"
     equal = not found
-    for held in inside:  # another rank of this node may have found a difference that this one cannot see
-        equal = all(gather_values(held.exchange, equal, wiring.device))
+    for held, _ in inside:  # another rank of this node may have found a difference that this one cannot see
+        equal = all(gather_values(held, equal, wiring.device))
     if inside:
         equal = true_in_all(wiring.shard_groups, equal)
     return found or ("" if equal else "copies of a parameter differ between other ranks of this node")

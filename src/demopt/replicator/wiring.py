@@ -15,13 +15,13 @@ from demopt.core.exact import guard_bits
 from demopt.exchange.dtensor import shard_groups, to_local
 from demopt.kernels.gate import check_in_host_memory
 from demopt.replicator.owner import Owner
-from demopt.replicator.route import Gather, Route
+from demopt.replicator.route import Route
 from demopt.validation import check_choice, check_count
 from demopt.wire.message import VERSION
 
 KERNELS = ("auto", "torch")
 #: A new route is a file and an entry here.
-ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner}
+ROUTES: dict[str, type[Route]] = {"gather": Route, "owner": Owner}
 HARDWARE = "its hardware (update='muon' needs the same on all ranks; others, such as 'signum', do not)"
 
 Facts = tuple[tuple[str, str], ...]
@@ -211,7 +211,7 @@ def make_route(
     if name != "auto":
         return made(ROUTES[name]), f"{name}: as asked"
     if world_size == 1:
-        return made(Gather), "gather: a rank alone receives nothing"
+        return made(Route), "gather: a rank alone receives nothing"
     routes, refusals = [], []
     for kind in ROUTES.values():
         try:

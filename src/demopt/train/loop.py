@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,9 +27,9 @@ _MEMORY = 0.7  # of the measured speed, per step: one slow step changes little
 Windows = list[Batch]  # of a step, by forward pass
 
 
-@dataclass(frozen=True)
-class Training:
-    """Everything a worker needs to train."""
+@dataclass(eq=False)
+class Training(ABC):
+    """A worker and its steps: `Connected` in worker.py; in a folder, `Worker` in train/runs/worker.py."""
 
     config: TrainConfig
     out: OutFolder
@@ -37,33 +37,32 @@ class Training:
     corpus: Corpus
     model: nn.Module
     method: Method
-    report: Report
-    stop_requested: Callable[[], bool]
-
-
-class Steps(Protocol):
-    """The steps of a worker: `Connected` in worker.py; in a folder, where workers come and go, train/runs/worker.py."""
-
-    number: int  # the step that was drawn last
-    tokens: int  # trained on so far, by all workers
+    report: Report = field(init=False)  # from the first step on
+    number: int = field(init=False, default=0)  # the step that was drawn last
+    tokens: int = field(init=False, default=0)  # trained on so far, by all workers
 
     @property
+    @abstractmethod
     def ended(self) -> bool:
         """Whether that is the run's last step."""
 
     @property
+    @abstractmethod
     def part(self) -> float | None:
         """With --epochs, the part of the run's sequences that is read."""
 
+    @abstractmethod
     def draw(self) -> Windows:
         """Returns the windows of this worker's next step; none if the run is over."""
 
+    @abstractmethod
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; returns whether the rows, which are not reported yet, are complete and can be.
 
         `seconds`: the gradient's. `pause`: the model is evaluated or saved next; connected ranks end all rounds.
         """
 
+    @abstractmethod
     def after_report(self, row: Row) -> None:
         """Follows the report of `row`, the last one: saves, for example."""
 
@@ -126,7 +125,7 @@ def validation_loss(training: Training, windows: Batch) -> float:
     return summed / max(1.0, count)
 
 
-def train_steps(training: Training, steps: Steps) -> None:
+def train_steps(training: Training) -> None:
     """Takes the steps, and reports them, until the run is over or the worker is to stop."""
     config, bad = training.config, 0
     windows = validation_windows(training.corpus.val, config, training.team.rank, training.team.world_size)
@@ -135,7 +134,7 @@ def train_steps(training: Training, steps: Steps) -> None:
     def report() -> None:
         nonlocal bad
         row = rows[-1]
-        if row["step"] % config.eval_every == 0 or steps.ended:
+        if row["step"] % config.eval_every == 0 or training.ended:
             with training.method.shared():
                 row["val_loss"] = validation_loss(training, windows)
         for each in rows:
@@ -146,20 +145,20 @@ def train_steps(training: Training, steps: Steps) -> None:
                 first = each["step"] - bad + 1
                 raise DemoptError(f"the loss has been {each['loss']} since step {first}; try a lower --lr")
         rows.clear()
-        steps.after_report(row)
+        training.after_report(row)
 
     began = time.perf_counter()
-    while drawn := steps.draw():
-        step, lr = steps.number, learning_rate(config, steps.number, steps.part)
+    while drawn := training.draw():
+        step, lr = training.number, learning_rate(config, training.number, training.part)
         computing = time.perf_counter()
         loss = _gradient(training, lr, drawn)
         computing = time.perf_counter() - computing
         rows.append({"step": step, "loss": loss, "lr": lr})
-        pause = step % config.eval_every == 0 or step % config.save_every == 0 or steps.ended
-        complete = steps.take_step(rows, computing, pause)
-        if steps.part is not None and config.epochs:
-            rows[-1]["epoch"] = steps.part * config.epochs
-        rows[-1] |= {"tokens": steps.tokens, "step_seconds": time.perf_counter() - began}
+        pause = step % config.eval_every == 0 or step % config.save_every == 0 or training.ended
+        complete = training.take_step(rows, computing, pause)
+        if training.part is not None and config.epochs:
+            rows[-1]["epoch"] = training.part * config.epochs
+        rows[-1] |= {"tokens": training.tokens, "step_seconds": time.perf_counter() - began}
         if complete:
             report()
         began = time.perf_counter()

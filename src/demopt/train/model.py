@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from demopt.errors import first_line
-from demopt.train.config import BYTE_VOCABULARY, PRESETS, InputError, TrainConfig, read_file
+from demopt.train.config import BYTE_VOCABULARY, PRESETS, InputError, TrainConfig
 
 ALPHA = 2  # of LoRA, times the rank: the factor of the adapters
 
@@ -85,14 +85,17 @@ def _loaded(config: TrainConfig) -> Any:
         if torch.get_default_device().type == "meta":
             shapes = AutoConfig.from_pretrained(folder, **local)
             return AutoModelForCausalLM.from_config(shapes, trust_remote_code=False)
-        _refuse_if_incomplete(Path(folder))
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, **local, use_safetensors=True, dtype="auto", output_loading_info=True
         )
-    except InputError:
-        raise
-    except Exception as error:  # of a damaged file, an unknown architecture, one that needs its own code: any
-        raise InputError(f"--model {folder}: transformers cannot load it: {first_line(error)}") from None
+    except Exception as error:  # of a missing or damaged file, an unknown architecture, one that needs its code: any
+        told, place = f"transformers cannot load it: {first_line(error)}", Path(folder)
+        if (pickles := sorted(place.glob("*.bin"))) and not any(place.glob("*.safetensors")):
+            told = (
+                f"its weights are in {pickles[0].name}, which can run code; only safetensors are read: save the model "
+            )
+            told += "again by its save_pretrained"
+        raise InputError(f"--model {folder}: {told}") from None
     absent = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
     if absent:
         raise InputError(f"--model {folder}: its files lack {len(absent)} of the tensors, such as {absent[0]}")
@@ -107,22 +110,6 @@ def _quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-def _refuse_if_incomplete(folder: Path) -> None:
-    """Raises InputError if a file of weights is not there."""
-    names = ["model.safetensors"]
-    if (index := folder / f"{names[0]}.index.json").exists():
-        names = sorted({str(name) for name in read_file(index).get("weight_map", {}).values()})
-    absent = [name for name in names if not (folder / name).exists()]
-    if not absent:
-        return
-    if pickles := sorted(folder.glob("*.bin")):
-        raise InputError(
-            f"--model {folder}: its weights are in {pickles[0].name}, which can run code; only safetensors are read: "
-            "save the model again by its save_pretrained"
-        )
-    raise InputError(f"--model {folder}: has no {absent[0]}; copy the whole folder")
 
 
 def _same_digest(config: TrainConfig, model: nn.Module) -> str:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +50,6 @@ class OutFolder:
             reason = getattr(error, "strerror", None) or told + first_line(error)
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Locks the folder against other runs."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = (self.root / ".lock").open("w")
-        except OSError as error:
-            raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
-        with lock:
-            try:
-                _lock(lock.fileno())
-            except (BlockingIOError, PermissionError):  # as Linux and macOS, and Windows say it
-                raise InputError(f"--out {self.root}: a run is at work in it; wait for its end or stop it") from None
-            except OSError as error:  # a share or a FUSE disk without locks
-                print(f"--out {self.root}: not locked against a second run: {error.strerror}", file=sys.stderr)
-            yield
-
     def refuse_if_taken(self, config: TrainConfig) -> None:
         """Raises InputError if the folder holds another run, or if --overwrite and --resume are both given."""
         if config.overwrite and config.resume:
@@ -92,10 +75,12 @@ class OutFolder:
 
     @contextmanager
     def claimed(self, config: TrainConfig) -> Iterator[None]:
-        """Holds the folder for a run, and records its settings. With --overwrite, deletes only files of a run."""
-        with self.held():
-            self.refuse_if_taken(config)
+        """Locks the folder for a run, and records its settings. With --overwrite, deletes only files of a run."""
+        with ExitStack() as held:
             try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._lock(held.enter_context((self.root / ".lock").open("w")).fileno())
+                self.refuse_if_taken(config)
                 for place in self.written if config.overwrite else (self.stop,):
                     if place.is_dir():
                         shutil.rmtree(place, ignore_errors=True)
@@ -111,6 +96,23 @@ class OutFolder:
             except OSError as error:
                 raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
             yield
+
+    def _lock(self, descriptor: int) -> None:
+        """Locks an open file until it is closed; InputError if a run has locked it."""
+        try:
+            with suppress(ModuleNotFoundError):
+                if sys.platform == "win32":
+                    import msvcrt
+
+                    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+                else:
+                    import fcntl
+
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # as Linux and macOS, and Windows say it
+            raise InputError(f"--out {self.root}: a run is at work in it; wait for its end or stop it") from None
+        except OSError as error:  # a share or a FUSE disk without locks
+            print(f"--out {self.root}: not locked against a second run: {error.strerror}", file=sys.stderr)
 
     def require_shared(self) -> None:
         """Raises InputError if this rank does not see the folder that rank 0 has claimed."""
@@ -137,19 +139,6 @@ class OutFolder:
 def _fits(value: Any, name: str) -> bool:
     """Whether a row can have the value: a finite number; null if it was not finite, or not measured."""
     return math.isfinite(value) if isinstance(value, int | float) else value is None and name not in _READ
-
-
-def _lock(descriptor: int) -> None:
-    """Locks an open file until it is closed; OSError if it is locked, or the disk has no locks."""
-    with suppress(ModuleNotFoundError):
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

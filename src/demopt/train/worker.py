@@ -36,19 +36,24 @@ STOP, ENDED = "stop", "ended"  # files beside SETTINGS.json: the launcher asks f
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
-class Connected:
-    """The `Steps` of connected ranks, which take equally many; `resumed` is the checkpoint that they go on from.
+@dataclasses.dataclass(eq=False)
+class Connected(Training):
+    """One of several connected ranks, which take equally many steps; `resumed`: the checkpoint that they go on from.
 
     With --epochs each step takes the next sequences of the epoch, and the ranks consecutive parts of them. So the place
     in the epoch is the tokens so far, whatever the number of workers has been.
     """
 
-    def __init__(self, training: Training, resumed: checkpoint.CheckpointRecord | None) -> None:
-        self.training, self.config, self.sizes = training, training.config, BatchSizes(training.config)
-        self.number, self.tokens = (resumed.step, resumed.tokens) if resumed else (0, 0)
-        self._total = sequences(training.corpus.train, self.config) * (self.config.epochs or 0)
-        self._sequences, self._stopped, self._said_route = 0, False, training.team.world_size == 1
-        self.sizes.fit({str(rank): 0.0 for rank in range(training.team.world_size)})
+    stop_requested: Callable[[], bool]
+    resumed: checkpoint.CheckpointRecord | None
+
+    def __post_init__(self) -> None:
+        if self.resumed:
+            self.number, self.tokens = self.resumed.step, self.resumed.tokens
+        self.sizes = BatchSizes(self.config)
+        self._total = sequences(self.corpus.train, self.config) * (self.config.epochs or 0)
+        self._sequences, self._stopped, self._said_route = 0, False, self.team.world_size == 1
+        self.sizes.fit({str(rank): 0.0 for rank in range(self.team.world_size)})
 
     @property
     def ended(self) -> bool:
@@ -61,7 +66,7 @@ class Connected:
     def draw(self) -> Windows:
         if self._stopped or self.ended:
             return []
-        config, team, train = self.config, self.training.team, self.training.corpus.train
+        config, team, train = self.config, self.team, self.corpus.train
         ends = [0, *accumulate(self.sizes.of(str(each)) for each in range(team.world_size))]
         rank, tokens = team.rank, config.sequence or 0
         self.number += 1
@@ -76,10 +81,10 @@ class Connected:
 
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
-        config, method, optimizer = self.config, self.training.method, self.training.method.optimizer
+        config, method, optimizer = self.config, self.method, self.method.optimizer
         self.sizes.measured(self._sequences, seconds)
         if isinstance(optimizer, LocalDeMo) and (config.global_batch or self._total) and not config.top_k:
-            since_round = self.sizes.of(str(self.training.team.rank)) * optimizer.local_steps
+            since_round = self.sizes.of(str(self.team.rank)) * optimizer.local_steps
             optimizer.samples = max(1, since_round + self._sequences)
         rows[-1] |= {"batch": self._sequences, **method.step(pause, last=self.ended)}
         if not (method.exchanged or pause):
@@ -87,33 +92,33 @@ class Connected:
         self._reduce(rows)
         if not self._said_route and isinstance(optimizer, DeMo | LocalDeMo) and optimizer.stats.route:  # after a round
             self._said_route = True
-            self.training.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # not why no other one
+            self.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # not why no other one
         return True
 
     def after_report(self, row: Row) -> None:
         """Saves, if it is time, where `train_steps` pauses, or if the run is over."""
-        training, optimizer = self.training, self.training.method.optimizer
+        optimizer = self.method.optimizer
         if not (self._stopped or self.ended or row["step"] % self.config.save_every == 0):
             return
         if isinstance(optimizer, LocalDeMo):
             optimizer.flush()  # after a stop that was asked for: no round stays in flight
-        saved = checkpoint.CheckpointRecord(self.number, training.corpus.fingerprint, self.config.record(), self.tokens)
-        with training.out.writing(), training.method.shared(), training.team.waiting():
-            training.report.sync()
-            checkpoint.save(training.out.checkpoints, saved, training.model, optimizer, training.team)
+        saved = checkpoint.CheckpointRecord(self.number, self.corpus.fingerprint, self.config.record(), self.tokens)
+        with self.out.writing(), self.method.shared(), self.team.waiting():
+            self.report.sync()
+            checkpoint.save(self.out.checkpoints, saved, self.model, optimizer, self.team)
 
     def _reduce(self, rows: list[Row]) -> None:
         """Replaces each row's loss by the mean over the ranks, shares out the batch, and hears who wants to stop.
 
         One all-reduce. A rank's loss counts by its sequences.
         """
-        team = self.training.team
+        team = self.team
         weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
         speeds = [self.sizes.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
-        sums = team.total([*weighed, *batches, *speeds, float(self.training.stop_requested())])
+        sums = team.total([*weighed, *batches, *speeds, float(self.stop_requested())])
         for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
             row["loss"] = total / size
-        if self.training.method.exchanged:  # not within a round
+        if self.method.exchanged:  # not within a round
             self.sizes.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
         self._stopped = sums[-1] > 0
 
@@ -139,19 +144,19 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
                 team.agree(lambda: checkpoint.load(path, model, method.optimizer))
         with out.writing():
             report = Report(out, config, resumed.step if resumed else 0, team.first)
-        training = Training(config, out, team, corpus, model, method, report, lambda: stopping() or out.stop.exists())
-        _introduce(training, resumed)
-        steps = Connected(training, resumed)
+        training = Connected(config, out, team, corpus, model, method, lambda: stopping() or out.stop.exists(), resumed)
+        training.report = report
+        _introduce(training)
         with report:
-            train_steps(training, steps)
-        if team.first and steps.ended:
+            train_steps(training)
+        if team.first and training.ended:
             with out.writing(), method.shared():
                 finish(config, out, model, corpus)
         elif team.first:
             again = f"demopt train --resume --out {shlex.quote(config.out)}"
-            print(f"stopped after {config.of_steps(steps.number)}, saved; go on with: {again}", file=sys.stderr)
+            print(f"stopped after {config.of_steps(training.number)}, saved; go on with: {again}", file=sys.stderr)
         team.barrier()
-    return steps.ended
+    return training.ended
 
 
 def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig, nn.Module]]:
@@ -161,10 +166,10 @@ def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig
     return corpus, begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
 
 
-def _introduce(training: Training, resumed: checkpoint.CheckpointRecord | None) -> None:
+def _introduce(training: Connected) -> None:
     """Says what trains on which data, and how this start differs from the one before."""
     config, corpus, team, method = training.config, training.corpus, training.team, training.method
-    size, report = team.world_size, training.report
+    size, report, resumed = team.world_size, training.report, training.resumed
     report.say(corpus.about)
     report.say(
         f"{config.model or config.preset}: {method.parameters:,} parameters train; {size} x {team.device.type}; "

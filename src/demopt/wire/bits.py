@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demopt.core.constants import constant, masks, places
+from demopt.core.constants import constant, places
 from demopt.kernels import bits as kernels
 from demopt.kernels.gate import library
 
@@ -76,7 +76,11 @@ def each_bit(values: Tensor, bits: int) -> Tensor:
     """Returns the lowest bits of integers [...], each alone, as bool [..., bits]; of booleans themselves."""
     if values.dtype == torch.bool:
         return values
-    return values.unsqueeze(-1).bitwise_and(masks(bits, values.dtype, values.device)).ne(0)
+    return (
+        values.unsqueeze(-1)
+        .bitwise_and(constant(tuple(1 << n for n in range(bits)), values.dtype, values.device))
+        .ne(0)
+    )
 
 
 def bits_of(packed: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.agreement import FULL, differing_bits
 from demopt.errors import MessageError
-from demopt.kernels import step as kernels
 from demopt.wire.bits import Faults, bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
@@ -111,10 +110,6 @@ class Coefficients(ABC):
         """
 
     @abstractmethod
-    def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
-        """Returns integers as kernels take them."""
-
-    @abstractmethod
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         """Z <- Z - alpha q, for the values q of one rank, in the dtype of Z."""
 
@@ -177,11 +172,6 @@ class Strongest(Coefficients):
         integers = self.numbers, self.codes
         return exact.aggregate_integers(positions_WCK, integers, largest_level, reduction, pair_2CN, by_sign, self.top)
 
-    def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
-        assert self.codes is not None
-        assert largest_level is not None
-        return kernels.received_strongest(self.positions, self.numbers, self.codes, largest_level, reduction)
-
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         sent_CK = self.values[0].to(momentum_CN.dtype)
         momentum_CN.scatter_add_(1, self.positions[0].to(torch.int64), sent_CK * -alpha)
@@ -238,9 +228,6 @@ class SignBits(Coefficients):
             return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0], by_sign, self.top)
         aggregate_dense(self.values, weights, pair_2CN[0])
         return None
-
-    def received(self, largest_level: int | None, reduction: str) -> kernels.Received:
-        return kernels.received_signs(self.signs, self.codes, exact.weights_of(self.samples))
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         sent_CN = self.values[0].to(momentum_CN.dtype)

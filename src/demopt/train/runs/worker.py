@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from demopt.errors import DemoptError, DriftError, first_line, printable
 from demopt.exchange import SingleRank
@@ -25,7 +24,7 @@ from demopt.runs.store import full
 from demopt.runs.weights import weights_digest
 from demopt.state import load_file
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
-from demopt.train.data import TOKEN_SUFFIXES, Corpus, batch, load_corpus, numbered, save_tokenizer, sequences
+from demopt.train.data import TOKEN_SUFFIXES, batch, load_corpus, numbered, save_tokenizer, sequences
 from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
@@ -54,7 +53,9 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
     out.refuse_if_taken(config)
     if config.resume:
         run = run or open_run(config.run, config.key_file, config.timeout, " --overwrite")
-        _refuse_other(config, run)
+        known = out.identity.read_text(encoding="utf-8", errors="replace") if out.identity.exists() else None
+        if known != run.record.identity and (known or not _is_of(out, config.run)):  # a run that has moved is the same
+            raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     try:
@@ -85,7 +86,10 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
     with out.claimed(config), stop_on_signals(after="one more round") as received:
         run.asked_to_stop = lambda: bool(received) or out.stop.exists()
         try:
-            worker = Worker(config, out, corpus, model, run, device)
+            if config.threads or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
+                torch.set_num_threads(config.threads or cores())
+            team, model = Team(0, 1, device, SingleRank()), model.to(device)
+            worker = Worker(config, out, team, corpus, model, make_method(config, model, team, run), run)
             worker.train()
         except DemoptError as error:
             if not received:
@@ -121,41 +125,28 @@ def _check(config: TrainConfig) -> torch.device:
     return pick_device(config.device, 0, 1)
 
 
-class Worker:
+@dataclasses.dataclass(eq=False)
+class Worker(Training):
     """A worker, from joining to the last file; its steps end in rounds of the run in the folder.
 
     With --epochs, the run's manifests hand out the sequences, and the run ends when they have all.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        out: OutFolder,
-        corpus: Corpus,
-        model: nn.Module,
-        run: FolderExchange,
-        device: torch.device,
-    ) -> None:
-        self.config, self.out, self.corpus, self.run = config, out, corpus, run
-        if config.threads or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
-            torch.set_num_threads(config.threads or cores())
-        self.team = Team(0, 1, device, SingleRank())
-        self.model = model.to(self.team.device)
-        self.method = make_method(config, self.model, self.team, run)
+    run: FolderExchange
+
+    def __post_init__(self) -> None:
+        config, run, corpus = self.config, self.run, self.corpus
         assert isinstance(self.method.optimizer, LocalDeMo)
         self.optimizer: LocalDeMo = self.method.optimizer
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         self.drawn = 0  # windows of this worker's stream
-        self.number = 0  # the step that was drawn last
-        self.tokens = 0  # of all workers, in the rounds that this one has seen
         self._step_sequences = 0  # of that step
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
         self.sizes, self._speeds = BatchSizes(config), dict[str, float]()
         self._last: log.Manifest | None = None  # that was heard
-        self.report: Report
 
     @property
     def steps_done(self) -> int:
@@ -197,13 +188,13 @@ class Worker:
             if not begun:
                 key = f" --key-file {typed(config.key_file)}" if config.key_file else ""
                 report.say(f"others: demopt join {typed(config.run)}{key} --out runs/joined")
+            # of all workers, in the rounds that this one has seen
             self.tokens = max((row["tokens"] for row in out.read_metrics()), default=0)
             self._hear()  # of a round that an error had left open
             self._heard = {}
-            training = Training(config, out, self.team, self.corpus, self.model, self.method, report, run.asked_to_stop)
             out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
             try:
-                train_steps(training, self)
+                train_steps(self)
             except DemoptError as error:
                 self._hear()
                 with suppress(DemoptError):  # the first error is the one to tell
@@ -388,14 +379,6 @@ def settings_of_run(
 def _is_of(out: OutFolder, address: str) -> bool:
     """Whether a worker of the run at `address` has written to the folder."""
     return out.config.exists() and full(str(read_run(out.root).get("run"))) == full(address)
-
-
-def _refuse_other(config: TrainConfig, run: FolderExchange) -> None:
-    """Raises InputError if a worker of another run has written to --out; a run that has moved is the same one."""
-    out = OutFolder(Path(config.out))
-    known = out.identity.read_text(encoding="utf-8", errors="replace") if out.identity.exists() else None
-    if known != run.record.identity and (known or not _is_of(out, config.run)):
-        raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
 
 
 def export_model(address: str, key_file: str | None, given: Given) -> int:
