@@ -100,9 +100,9 @@ def _show(plan: "Plan", case: "Case | None") -> None:
     """Prints the verdict for the first number of workers, and tables."""
     from demopt.train.method import in_words
 
-    console, model, local = Console(highlight=False), plan.model, plan.local
-    sizes = "" if str(model.parameters) in model.name.replace(",", "") else f": {model.parameters:,} parameters"
-    console.print(f"{model.name}{sizes}")
+    console, local = Console(highlight=False), plan.local
+    sizes = "" if str(plan.parameters) in plan.name.replace(",", "") else f": {plan.parameters:,} parameters"
+    console.print(f"{plan.name}{sizes}")
     if case:
         console.print(verdict(case, next(iter(plan.calls))), style="bold")
         if case.compute:
@@ -168,13 +168,8 @@ def _alternatives(console: Console, case: "Case") -> None:
 # Costs
 
 
-@dataclass(frozen=True)
-class Model:
-    """The parameters that train, on the meta device. `parameters` is their true count, also in chunks that are full."""
-
-    name: str
-    module: Any  # nn.Module: torch is imported when something is planned
-    parameters: int
+#: The name of a model, its nn.Module on the meta device, and the count of its parameters, also in chunks that are full.
+Model = tuple[str, Any, int]
 
 
 @dataclass(frozen=True)
@@ -195,7 +190,8 @@ class Call:
 class Plan:
     """The collectives of a step, or of LocalDeMo's round, by number of workers, then by method."""
 
-    model: Model
+    name: str
+    parameters: int
     demo: TrainConfig
     local: TrainConfig
     kept: dict[str, int]  # coefficients in a message, of DeMo and LocalDeMo
@@ -205,7 +201,7 @@ class Plan:
     def message_bits(self, method: str) -> float:
         """Returns the bits of a worker's message per parameter and step."""
         first = next(iter(self.calls.values()))[method][0]
-        return 8 * first.size / self.model.parameters / self.steps(method)
+        return 8 * first.size / self.parameters / self.steps(method)
 
     def received_megabytes(self, method: str, workers: int) -> float:
         """Returns what a rank receives per step; it sends as much."""
@@ -233,7 +229,7 @@ def of_count(text: str) -> Model:
             "or 1.2B"
         )
     matrix = nn.Parameter(torch.empty(64, 64 * -(-count // 4096), device="meta"))
-    return Model(f"{count:,} parameters in full chunks", nn.ParameterList([matrix]), count)
+    return f"{count:,} parameters in full chunks", nn.ParameterList([matrix]), count
 
 
 def of_config(config: TrainConfig) -> Model:
@@ -244,7 +240,7 @@ def of_config(config: TrainConfig) -> Model:
 
     with torch.device("meta"):
         module = build(config)
-    return Model(config.model or config.preset, module, count_parameters(module))
+    return config.model or config.preset, module, count_parameters(module)
 
 
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
@@ -254,24 +250,24 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     from demopt.replicator.wiring import make_route
     from demopt.train.method import make_optimizer, memory_of
 
-    configs = {"DeMo": demo, "LocalDeMo": local}
-    made: dict[str, Any] = {name: make_optimizer(each, model.module, SingleRank()) for name, each in configs.items()}
+    (title, module, parameters), configs = model, {"DeMo": demo, "LocalDeMo": local}
+    made: dict[str, Any] = {method: make_optimizer(each, module, SingleRank()) for method, each in configs.items()}
     groups = {name: each.replicator.wiring().chunk_groups for name, each in made.items()}
     calls: dict[int, dict[str, tuple[Call, ...]]] = {}
     for world_size in workers:
         calls[world_size] = {}
-        for name, size in DENSE.items():  # in the buckets of DistributedDataParallel
-            buckets = -(-size * model.parameters // BUCKET_BYTES)
-            calls[world_size][name] = (Call("all_reduce", size * model.parameters / buckets, buckets),)
-        for name, mine in groups.items():
+        for method, size in DENSE.items():  # in the buckets of DistributedDataParallel
+            buckets = -(-size * parameters // BUCKET_BYTES)
+            calls[world_size][method] = (Call("all_reduce", size * parameters / buckets, buckets),)
+        for method, mine in groups.items():
             route, _ = make_route("auto", mine, 0, world_size, Workspace())
             message, answer = route.widths
             gather = (Call("all_gather", message),)
             owner = (Call("all_to_all", message), Call("all_gather", answer))
-            calls[world_size][name] = owner if route.name == "owner" else gather
+            calls[world_size][method] = owner if route.name == "owner" else gather
     kept = {name: sum(group.chunks * group.key.keep for group in mine) for name, mine in groups.items()}
-    memory = {name: memory_of(configs[name], model.module, each) for name, each in made.items()}
-    return Plan(model, demo, local, kept, calls, memory)
+    memory = {name: memory_of(configs[name], module, each) for name, each in made.items()}
+    return Plan(title, parameters, demo, local, kept, calls, memory)
 
 
 # On a link

@@ -4,16 +4,10 @@ A state holds, per parameter, shared entries (equal on all ranks) and entries of
 the rank, the world size, the number of the shard and of shards if a parameter is sharded inside a node, and the number
 of entries that the parameter has. A consolidated state also holds the entries of each rank, under "ranks".
 
-Loaded among another number of ranks, each of W' ranks takes over a part of the saved states of W. Rounds apply the mean
-of the ranks' messages, so the mean over the ranks of what is unsent is preserved: sum(M') / W' = sum(M) / W, for
-momenta, for errors, and for pseudo-gradients that no round has carried so far. Old and new ranks are laid out as equal
-intervals on [0, 1], and each new rank takes the overlap-weighted mean of the old ones. So 4 ranks become 2 by means of
-pairs, and 2 become 4 by copies: equal messages, whose mean is the message of one.
-
-All other per-rank state, that of LocalDeMo's inner optimizers, cannot be averaged without knowing its meaning: a new
-rank takes that of the old rank with the largest overlap.
-
-Shapes: W ranks before, W' ranks now.
+Among another number of ranks, each takes the mean of the old states that overlap with its share (docs/checkpoints.md):
+of momenta, of errors, and of pseudo-gradients that no round has carried so far. All other per-rank state, that of
+LocalDeMo's inner optimizers, cannot be averaged without knowing its meaning: a new rank takes that of the old rank with
+the largest overlap.
 """
 
 import io
@@ -514,29 +508,25 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
     if not all(isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys() for each in states):
         raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")
     try:
-        _check_alike(states)
+        for rank, state in enumerate(states):
+            marks = [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
+            savers, counts = {mark.rank for mark in marks}, {mark.world_size for mark in marks}
+            if savers and savers != {rank}:
+                raise ValueError(
+                    f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all "
+                    "ranks in the order of the ranks"
+                )
+            if counts and counts != {len(states)}:
+                raise ValueError(
+                    f"{len(states)} states came, and states[{rank}] was saved by one of {max(counts)} ranks; give the "
+                    "states of all ranks"
+                )
+            if _common(state) != _common(states[0]):
+                raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
     except (LookupError, AttributeError, RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"the states are damaged: {first_line(error)}") from None
     by_rank = dict(enumerate(states))
     return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
-
-
-def _check_alike(states: Sequence[StateDict]) -> None:
-    for rank, state in enumerate(states):
-        marks = [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
-        savers, counts = {mark.rank for mark in marks}, {mark.world_size for mark in marks}
-        if savers and savers != {rank}:
-            raise ValueError(
-                f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all ranks "
-                "in the order of the ranks"
-            )
-        if counts and counts != {len(states)}:
-            raise ValueError(
-                f"{len(states)} states came, and states[{rank}] was saved by one of {max(counts)} ranks; give the "
-                "states of all ranks"
-            )
-        if _common(state) != _common(states[0]):
-            raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
 
 
 def _common(state: StateDict) -> dict[Any, Any]:

@@ -19,7 +19,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan import LOSS_ABOVE_DDP, Call, Case, Link, Model, Plan, equal_bandwidth, make_plan, of_count
+from demopt.plan import LOSS_ABOVE_DDP, Call, Case, Link, Plan, equal_bandwidth, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -129,7 +129,7 @@ def test_mistake_is_told_in_one_line(command, flags, told):
     assert told in command("plan", *flags, code=2)
 
 
-def plan_of(model: Model, *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:
+def plan_of(model: tuple[str, Any, int], *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:
     configs = TrainConfig(optimizer="demo", **(demo or {"update": "signum"})), TrainConfig(optimizer="local", **local)
     return make_plan(model, *map(resolve, configs), workers=workers)
 
@@ -156,7 +156,7 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
 @pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # DeMo takes gather, and owner
 def test_costs_are_what_real_ranks_send(way, values, world_size):
     settings, (method, _, update) = {"values": values, "top_k": 24}, way.partition(" ")
-    few = Model("few", torch.nn.ParameterList(problems.parameters(problems.FEW)), sum(map(math.prod, problems.FEW)))
+    few = "few", torch.nn.ParameterList(problems.parameters(problems.FEW)), sum(map(math.prod, problems.FEW))
     demo = {"update": update or "signum", **settings}
     calls = plan_of(few, world_size, demo=demo, **settings).calls[world_size][method]
     planned = sum(call.exchanged_bytes(world_size) for call in calls)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from train_runs import STEPS, metrics
 
-from demopt.exchange.meter import all_reduce_bytes
+from demopt.exchange.interface import all_reduce_bytes
 from demopt.train import report, screen
 from demopt.train.config import InputError, TrainConfig, read_file
 from demopt.train.method import check_settings

@@ -60,13 +60,7 @@ def _refuse(gradient: Tensor, which: str) -> None:
 
 
 def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
-    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter.
-
-    Examples:
-        >>> check_gradients(["p"], [torch.zeros(2)], [torch.zeros(3)])
-        Traceback (most recent call last):
-        ValueError: the gradient of p has shape [3], where [2] is expected; gradients come in the order of parameters
-    """
+    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter."""
     if len(given) != len(parameters):
         raise ValueError(f"got {len(given)} gradients for {len(parameters)} parameters; give None where there is none")
     for name, parameter, gradient in zip(names, parameters, given, strict=True):

@@ -1,8 +1,7 @@
 """Exchanges: how messages move between ranks."""
 
 from demopt.exchange.hierarchical import Hierarchical
-from demopt.exchange.interface import Exchange, SingleRank
-from demopt.exchange.meter import Meter
+from demopt.exchange.interface import Exchange, Meter, SingleRank
 from demopt.exchange.process_group import Collective
 from demopt.exchange.threads import Threads
 

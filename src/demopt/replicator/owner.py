@@ -1,9 +1,6 @@
-"""owner: each rank reduces 1/W of the chunks and sends back signs. Bytes received do not grow with W.
+"""owner: each rank reduces 1/W of the chunks and sends back signs (docs/algorithm.md#routes).
 
-1. Every rank cuts its message into parts, one per owner (all_to_all).
-2. An owner decodes its parts as `gather` would, and answers with signs of its chunks and a scale per chunk, as in the
-   messages; it keeps the quantisation error. A rank receives about 2 B bytes.
-3. All answers go to all ranks (all_gather), which apply them.
+Every rank cuts its message into parts, one per owner. An owner decodes its parts as `gather` would.
 
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk.
 """

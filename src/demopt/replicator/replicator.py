@@ -1,15 +1,9 @@
 """The replicator: gradients of every rank in, the same update of the parameters on every rank out.
 
 Both optimizers have one. `DeMo` gives it gradients, over the model's parameters; `LocalDeMo` gives it pseudo-gradients,
-over the global weights. A round is
-
-    extract     gradients -> momentum -> this rank's message            steps 1 to 4     no network
-    exchange    this rank's message -> the route's result               step 5           the only stage with a network
-    apply       check all of it; messages -> the same update on every   steps 6 to 8     no network
-                rank; this rank's message -> out of the momentum        rest of step 4
-
-(The result of route "gather" is the messages of all ranks. Inside a node there is a network: ranks with shards or
-copies of one parameter work together in extract and apply. With two levels the first extract runs the handshake.)
+over the global weights. A round is `extract`, `exchange`, `apply`, as ARCHITECTURE.md draws it. Inside a node, ranks
+with shards or copies of one parameter work together in the first and the last. With two levels the first `extract`
+runs the handshake.
 
 Shapes: W ranks, B bytes in a message.
 """
@@ -128,16 +122,6 @@ class Replicator:
 
     `groups` are parameter groups with the hyper-parameters of `DeMo`, read anew at every step. `state` gets an entry
     for each parameter that trains: tensors that are views of the chunk groups' buffers.
-
-    Examples:
-        >>> from demopt.exchange import SingleRank
-        >>> import demopt
-        >>> parameter = torch.nn.Parameter(torch.zeros(4))
-        >>> replicator = demopt.DeMo([parameter], lr=0.5, process_group=SingleRank()).replicator
-        >>> message = replicator.extract([torch.ones(4)])
-        >>> replicator.apply(replicator.exchange(message))
-        >>> parameter.detach()
-        tensor([-0.5000, -0.5000, -0.5000, -0.5000])
     """
 
     def __init__(self, groups: list[dict[str, Any]], state: State, options: Options, process_group: Any) -> None:

@@ -18,7 +18,7 @@ import demopt
 from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
-from demopt.exchange.meter import all_reduce_bytes
+from demopt.exchange.interface import all_reduce_bytes
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
 from demopt.train.model import autocasts, build, count_parameters
 from demopt.train.out import Row

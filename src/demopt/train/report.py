@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from demopt.errors import first_line
-from demopt.exchange.meter import all_reduce_bytes
+from demopt.exchange.interface import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.method import FLOAT32_BYTES, activations_of, in_words, memory_of
