@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_parameters
@@ -227,6 +227,8 @@ class InnerOptimizers:
         for group, saved in zip(groups, in_groups, strict=True):
             loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
         entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
+        # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
+        entries = tree_map(lambda value: value.clone() if type(value) is Tensor else value, entries)
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
