@@ -265,6 +265,10 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
     assert replayed(store) == []
     with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
         first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    frozen = first.optimizer.param_groups[0]["params"][-1].requires_grad_(True)
+    with pytest.raises(ValueError, match="those that train later with a learning rate of 0"):
+        first.step()
+    frozen.requires_grad_(False)
     first.round()
 
 

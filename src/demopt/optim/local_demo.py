@@ -534,6 +534,8 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         groups, known = self._inner.groups, self._weights.parameters
         parameters = [p for group in groups for p in group["params"]]
+        if any(p.requires_grad and p not in self._weights.global_of and p not in also for p in parameters):
+            self._refuse_new()
         if [*map(id, parameters)] != [*map(id, known)]:
             check_parameters(parameters)
             if not {*map(id, known)} <= {*map(id, parameters)}:
@@ -545,6 +547,13 @@ class LocalDeMo(ReplicatedOptimizer):
         if begins or len(groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
+
+    def _refuse_new(self) -> None:
+        if not (self._rounds.in_step or self._weights.untouched):
+            raise ValueError(
+                "a run in a folder keeps the parameters that it began with: give all to the optimizer at first, those "
+                "that train later with a learning rate of 0"
+            )
 
     def _let_begin(self) -> None:
         """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
@@ -627,11 +636,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
-        if not (self._rounds.in_step or self._weights.untouched):
-            raise ValueError(
-                "a run in a folder keeps the parameters that it began with: give all to the optimizer at first, those "
-                "that train later with a learning rate of 0"
-            )
+        self._refuse_new()
         weights = self._weights
         kept = weights.parameters, weights.global_of
         self.inner[0].add_param_group(param_group)
