@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, get_type_hints
 
@@ -67,13 +67,10 @@ class Codec:
 
     def hyperparameters(self, top_k: int | None = 1, clips: bool = False) -> dict[str, Any]:
         """Returns the settings as parameter groups hold them, without kernels; `clips`: clip_to_median's default."""
-        found = asdict(self)
-        del found["kernels"]
-        if self.reduction is None:
-            found["reduction"] = "mean" if top_k is None else "senders"
-        if self.clip_to_median is None:
-            found["clip_to_median"] = clips
-        return found
+        usual = {"reduction": "mean" if top_k is None else "senders", "clip_to_median": clips, "exact": None}
+        return {
+            name: usual[name] if value is None else value for name, value in vars(self).items() if name != "kernels"
+        }
 
 
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:

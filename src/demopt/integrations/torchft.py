@@ -15,9 +15,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +38,7 @@ __all__ = ["Optimizer"]
 SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
 
 
-@dataclass(frozen=True)
-class Participant:
+class Participant(NamedTuple):
     """A worker, as it describes itself. `has_message`: it is in a step; otherwise it has just joined."""
 
     name: int
@@ -197,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
         settings = digest(json.dumps(self._fixed()))
         step = -1 if self._torn else self._manager.current_step()
         mine = Participant(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
-        workers = [Participant(**found) for found in gather_values(exchange, asdict(mine))]
+        workers = [Participant(*found) for found in gather_values(exchange, mine)]
         source = leader(workers)
         if workers[source].step < 0:
             raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")

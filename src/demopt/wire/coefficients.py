@@ -82,9 +82,15 @@ class Coefficients(ABC):
         assert self.codes is not None
         return scale_of(self.codes)
 
-    @abstractmethod
     def compact(self) -> Coefficients:
-        """Returns a narrow copy, as kernels read it. Nothing is lost of coefficients without a fault."""
+        """Returns a narrow copy, as kernels read it: 3 bytes per coefficient, if values are integers and N is small.
+
+        Nothing is lost of coefficients without a fault.
+        """
+        narrow = {"codes": torch.int16, "positions": torch.int16 if self.length <= 1 << 15 else torch.int32}
+        narrow |= {} if self.codes is None else {"numbers": torch.int8}
+        changed: dict[str, Any] = {name: each.to(narrow.get(name, each.dtype)) for name, each in self.tensors.items()}
+        return replace(self, **changed)
 
     @abstractmethod
     def agreement(self) -> Tensor:
@@ -127,13 +133,6 @@ class Strongest(Coefficients):
     def values(self) -> Tensor:
         """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
         return self.numbers if self.codes is None else self.numbers * self.scales.unsqueeze(-1)
-
-    def compact(self) -> Coefficients:
-        """3 bytes per coefficient, if values are integers and N is at most 32,768."""
-        positions = self.positions.to(torch.int16 if self.length <= 1 << 15 else torch.int32)
-        if self.codes is None:
-            return replace(self, positions=positions)
-        return replace(self, positions=positions, numbers=self.numbers.to(torch.int8), codes=self.codes.to(torch.int16))
 
     def agreement(self) -> Tensor:
         numbers_WCK = self.numbers.to(torch.float64)
@@ -212,9 +211,6 @@ class SignBits(Coefficients):
                     equal_WWC[one, other, here] = equal_WWC[other, one, here] = equal_C
         agreement_WW = (_chunk_weights(self.scales.to(torch.float64)).unsqueeze(1) * equal_WWC).sum(-1)
         return torch.stack((agreement_WW, torch.full_like(agreement_WW, chunks * self.length)))
-
-    def compact(self) -> Coefficients:
-        return replace(self, codes=self.codes.to(torch.int16))
 
     def clipped_to_median(self) -> Coefficients:
         """The samples, too, to the upper median: of two ranks each counts by its own."""
