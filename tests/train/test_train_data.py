@@ -196,7 +196,7 @@ def test_every_sequence_is_read_once_per_epoch_by_ranks_whose_number_changes(dra
             for rounds, windows in zip(ranks, drawn, strict=True):
                 assert all(len(part) <= config.batch for part in windows)
                 read.update(int(window[0]) // 8 for part in windows for window in part if window[1] >= 0)
-                rounds.sizes.fit(speeds)
+                rounds.share_out(speeds)
         assert len({(each.number, each.tokens) for each in ranks}) == 1
         resumed = CheckpointRecord(ranks[0].number, "", {}, ranks[0].tokens)
     assert resumed.tokens == 8 * number * epochs

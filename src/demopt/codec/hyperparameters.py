@@ -153,13 +153,7 @@ class Hyperparameters:
         return dtype != torch.float64 and bool(QUANTIZERS[self.values].largest_level) and self.exact is not False
 
     def keep_count(self, length: int) -> int:
-        """Returns K for a chunk of `length` elements.
-
-        Chunking "divisor" keeps top_k for any length, as the published code does. "padded" scales top_k, which is
-        meant for chunk x chunk elements, with the length. None is all of them. Where K coefficients with their
-        positions take as many bits as all N values without, all N are kept, so that no chunk takes more bits than its
-        dense values.
-        """
+        """Returns K for a chunk of `length` elements (docs/algorithm.md#chunks-and-k)."""
         if self.top_k is None:
             return length
         if self.chunking == "divisor":

@@ -29,12 +29,7 @@ class Chunking:
 
 
 def chunk_side(size: int, chunk: int, rule: str) -> int:
-    """Returns the side of the chunks along a dimension of `size` elements.
-
-    "divisor" is the published code's rule: the largest divisor of `size` that is at most `chunk`. It collapses on
-    awkward sizes (50257 -> 29), so "padded" takes that divisor only where it is at least half of `chunk`, and otherwise
-    the smallest side that needs no more chunks than sides of `chunk` would; the last chunk is then padded by less than
-    their number.
+    """Returns the side of the chunks along a dimension of `size` elements (docs/algorithm.md#chunks-and-k).
 
     Examples:
         >>> chunk_side(768, 64, "padded"), chunk_side(50257, 64, "padded"), chunk_side(50257, 64, "divisor")

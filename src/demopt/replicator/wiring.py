@@ -146,16 +146,12 @@ class Wiring:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
-        return {**facts, **self._hardware()}  # last, because an error names the first difference
-
-    def _hardware(self) -> dict[str, str]:
-        """Returns the facts that decide the bits of matrix products, if a rule uses any: other hardware would drift."""
         devices = {chunk_group.key.device for chunk_group in self.chunk_groups if chunk_group.rule.whole_matrix}
-        if not devices:
-            return {}
-        precision = f"float32 products {torch.get_float32_matmul_precision()}"  # TF32 or not, where devices have it
-        described = map(_describe, sorted(devices, key=str))
-        return {HARDWARE: ", ".join((*described, precision, f"torch {torch.__version__}"))}
+        if devices:  # which decide the bits of matrix products; last, because an error names the first difference
+            precision = f"float32 products {torch.get_float32_matmul_precision()}"  # TF32 or not, where devices have it
+            described = map(_describe, sorted(devices, key=str))
+            facts[HARDWARE] = ", ".join((*described, precision, f"torch {torch.__version__}"))
+        return facts
 
 
 def _describe(device: torch.device) -> str:

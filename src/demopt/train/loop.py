@@ -40,6 +40,8 @@ class Training(ABC):
     report: Report = field(init=False)  # from the first step on
     number: int = field(init=False, default=0)  # the step that was drawn last
     tokens: int = field(init=False, default=0)  # trained on so far, by all workers
+    speed: float = field(init=False, default=0.0)  # sequences per second while computing; 0: not measured yet
+    _batches: dict[str, int] = field(init=False, default_factory=dict)
 
     @property
     @abstractmethod
@@ -66,22 +68,13 @@ class Training(ABC):
     def after_report(self, row: Row) -> None:
         """Follows the report of `row`, the last one: saves, for example."""
 
-
-class BatchSizes:
-    """A worker's sequences per step: --batch times --accumulate, or its part of --global-batch, by measured speed."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.speed = 0.0  # sequences per second while computing; 0: not measured yet
-        self._batches: dict[str, int] = {}
-
-    def fit(self, speeds: Mapping[str, float]) -> None:
+    def share_out(self, speeds: Mapping[str, float]) -> None:
         """With --global-batch: shares it out by the speeds of all workers that train."""
         if self.config.global_batch is not None:
             self._batches = fit_batches(speeds, self.config.global_batch, self._batches)
 
-    def of(self, worker: str) -> int:
-        """Returns the sequences of a worker's next step."""
+    def batch_of(self, worker: str) -> int:
+        """Returns the sequences of a worker's next step: --batch times --accumulate, or its part of --global-batch."""
         return self._batches.get(worker, self.config.batch * self.config.accumulate)
 
     def measured(self, sequences: int, seconds: float) -> None:

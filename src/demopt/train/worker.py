@@ -25,7 +25,7 @@ from demopt.output import open_outlets
 from demopt.train import checkpoint
 from demopt.train.config import SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
 from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences
-from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
+from demopt.train.loop import Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, make_method, refuse_if_too_large
 from demopt.train.model import begin
 from demopt.train.out import OutFolder, Row
@@ -50,10 +50,9 @@ class Connected(Training):
     def __post_init__(self) -> None:
         if self.resumed:
             self.number, self.tokens = self.resumed.step, self.resumed.tokens
-        self.sizes = BatchSizes(self.config)
         self._total = sequences(self.corpus.train, self.config) * (self.config.epochs or 0)
         self._sequences, self._stopped, self._said_route = 0, False, self.team.world_size == 1
-        self.sizes.fit({str(rank): 0.0 for rank in range(self.team.world_size)})
+        self.share_out({str(rank): 0.0 for rank in range(self.team.world_size)})
 
     @property
     def ended(self) -> bool:
@@ -67,7 +66,7 @@ class Connected(Training):
         if self._stopped or self.ended:
             return []
         config, team, train = self.config, self.team, self.corpus.train
-        ends = [0, *accumulate(self.sizes.of(str(each)) for each in range(team.world_size))]
+        ends = [0, *accumulate(self.batch_of(str(each)) for each in range(team.world_size))]
         rank, tokens = team.rank, config.sequence or 0
         self.number += 1
         if self._total:
@@ -82,9 +81,9 @@ class Connected(Training):
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
         config, method, optimizer = self.config, self.method, self.method.optimizer
-        self.sizes.measured(self._sequences, seconds)
+        self.measured(self._sequences, seconds)
         if isinstance(optimizer, LocalDeMo) and (config.global_batch or self._total) and not config.top_k:
-            since_round = self.sizes.of(str(self.team.rank)) * optimizer.local_steps
+            since_round = self.batch_of(str(self.team.rank)) * optimizer.local_steps
             optimizer.samples = max(1, since_round + self._sequences)
         rows[-1] |= {"batch": self._sequences, **method.step(pause, last=self.ended)}
         if not (method.exchanged or pause):
@@ -114,12 +113,12 @@ class Connected(Training):
         """
         team = self.team
         weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
-        speeds = [self.sizes.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
+        speeds = [self.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
         sums = team.total([*weighed, *batches, *speeds, float(self.stop_requested())])
         for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
             row["loss"] = total / size
         if self.method.exchanged:  # not within a round
-            self.sizes.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
+            self.share_out({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
         self._stopped = sums[-1] > 0
 
 

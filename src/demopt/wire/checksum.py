@@ -1,9 +1,7 @@
-"""A 64-bit checksum of tensors, the same on every device: sums modulo 2**64 do not depend on order.
+"""A 64-bit checksum of tensors (docs/wire-format.md): sums modulo 2**64, the same in any order, so on every device.
 
-It is multilinear: word i is multiplied by a fixed odd number. A single changed word always changes the sum; random
-corruption of more goes undetected with a probability near 2**-64. But the top bits of two words weigh the same, 2**63:
-if nothing else changes, their flips cancel. To mix each word before the product would cost another pass over the
-message. It guards against accidents, not attacks.
+The top bits of two words weigh the same, 2**63: if nothing else changes, their flips cancel. To mix each word before
+the product would cost another pass over the message. It guards against accidents, not attacks.
 """
 
 import functools

@@ -25,7 +25,7 @@ from demopt.runs.weights import weights_digest
 from demopt.state import load_file
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
 from demopt.train.data import TOKEN_SUFFIXES, batch, load_corpus, numbered, save_tokenizer, sequences
-from demopt.train.loop import BatchSizes, Training, Windows, length, passes, train_steps
+from demopt.train.loop import Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
@@ -145,7 +145,7 @@ class Worker(Training):
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
-        self.sizes, self._speeds = BatchSizes(config), dict[str, float]()
+        self._speeds: dict[str, float] = {}
         self._last: log.Manifest | None = None  # that was heard
 
     @property
@@ -220,7 +220,7 @@ class Worker(Training):
         """Returns the windows of the next step; none if the run is over. Without any to read, it sends for some."""
         config, run, train = self.config, self.run, self.corpus.train
         while not (self.ended or run.stopping or run.leaving):
-            size, self.number = self.sizes.of(run.worker), self.steps_done + 1
+            size, self.number = self.batch_of(run.worker), self.steps_done + 1
             if not run.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
@@ -247,7 +247,7 @@ class Worker(Training):
         run.unsent += self._step_sequences
         run.leaving = run.asked_to_stop() or self.number == self.config.steps
         self.optimizer.local_step()
-        self.sizes.measured(self._step_sequences, seconds)
+        self.measured(self._step_sequences, seconds)
         has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
         stats = self.optimizer.stats
         if run.leaving or has_read_all or self.optimizer.due:
@@ -267,13 +267,13 @@ class Worker(Training):
     def _want(self) -> None:
         """Says how many sequences this worker wants to hold: those of a round, with delay of two."""
         ahead = 2 if self.optimizer.replicator.options.background else 1
-        self.run.wanted = self.sizes.of(self.run.worker) * self.config.sync_every * ahead
+        self.run.wanted = self.batch_of(self.run.worker) * self.config.sync_every * ahead
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
         # `attachment` then sets `unsent` to 0, and `_hear` adds the note's again if the message was left out
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
-        self.run.note |= {**self._validated, "speed": self.sizes.speed}
+        self.run.note |= {**self._validated, "speed": self.speed}
         if self.config.top_k is None:
             self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
         # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
@@ -310,7 +310,7 @@ class Worker(Training):
         pairs = zip(manifest.senders, notes, strict=True)
         self._speeds |= {sender.worker: note["speed"] for sender, note in pairs if note.get("speed")}
         if not run.leaving:
-            self.sizes.fit({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
+            self.share_out({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
         known = [note["loss"] for note in notes if "loss" in note]
         found: Row = {"round": manifest.round + 1, "waited_seconds": last.waited}
         if known and math.isfinite(loss):
