@@ -3,13 +3,12 @@
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from demopt.core.constants import constant
+from demopt.core.constants import constant, places
 
 REDUCTIONS = ("senders", "mean")
 
@@ -45,22 +44,17 @@ def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str,
     world_size, (_, chunks, length), device = len(positions_WCK), pair_2CN.shape, pair_2CN.device
     counted = world_size > 1 and reduction != "mean"
     out, values = pair_2CN if counted else pair_2CN[:1], values_WCK.to(pair_2CN.dtype)
-    places = positions_WCK + _starts(len(out), chunks, length, device)  # of sums, then of counts
+    starts = places(len(out) * chunks, torch.int64, device, length).view(len(out), 1, chunks, 1)
+    flat_places = positions_WCK + starts  # of sums, then of counts
     if counted:
         values = torch.stack((values, constant((1,), values.dtype, device).expand_as(values)))
-    flat, places = out.view(-1), places.flatten(1)
-    flat.zero_().scatter_add_(0, places.flatten(), values.flatten())
+    flat, flat_places = out.view(-1), flat_places.flatten(1)
+    flat.zero_().scatter_add_(0, flat_places.flatten(), values.flatten())
     if world_size > 1 and not counted:
         flat.div_(constant((world_size,), flat.dtype, device))
     elif counted:
-        sums, divisors = flat.gather(0, places.flatten()).view(2, -1)
-        flat.scatter_(0, places[0], sums.div_(divisors))  # twice the same, where several sent a position
-
-
-@functools.lru_cache(maxsize=64)
-def _starts(tensors: int, chunks: int, length: int, device: torch.device) -> Tensor:
-    """Returns the place of each chunk's first element in tensors of chunks that lie end to end, [tensors, 1, C, 1]."""
-    return (torch.arange(tensors * chunks, device="cpu") * length).view(tensors, 1, chunks, 1).to(device)
+        sums, divisors = flat.gather(0, flat_places.flatten()).view(2, -1)
+        flat.scatter_(0, flat_places[0], sums.div_(divisors))  # twice the same, where several sent a position
 
 
 def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:

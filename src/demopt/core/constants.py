@@ -12,6 +12,6 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 @functools.lru_cache(maxsize=256)
-def places(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the numbers 0, 1, 2, ..., `count` of them, to shift by."""
-    return torch.arange(count, dtype=dtype, device="cpu").to(device)
+def places(count: int, dtype: torch.dtype, device: torch.device, step: int = 1) -> Tensor:
+    """Returns the numbers 0, `step`, 2 `step`, ..., `count` of them: to shift by, or where equal parts begin."""
+    return (torch.arange(count, device="cpu") * step).to(dtype).to(device)

@@ -3,10 +3,10 @@
 Shapes: C chunks, N elements in a chunk, K kept.
 """
 
-import functools
-
 import torch
 from torch import Tensor
+
+from demopt.core.constants import places
 
 _LANES = 16  # elements per group: balances the first search (N / 16 maxima) against the second (16 K candidates)
 
@@ -30,16 +30,11 @@ def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None
         groups = length // _LANES  # g has elements g, g + N/16, ...: maxima over a strided dimension are fastest
         maxima = magnitudes.view(count, _LANES, groups).amax(dim=1)
         strongest_groups = maxima.topk(keep, dim=1, sorted=False).indices
-        candidates = (strongest_groups.unsqueeze(1) + _lanes(groups, magnitudes.device)).view(count, _LANES * keep)
+        lanes = places(_LANES, torch.int64, magnitudes.device, groups).view(1, _LANES, 1)  # each lane's first element
+        candidates = (strongest_groups.unsqueeze(1) + lanes).view(count, _LANES * keep)
         among = magnitudes.gather(1, candidates).topk(keep, dim=1, sorted=False).indices
         positions = candidates.gather(1, among)
     else:
         positions = magnitudes.topk(keep, dim=1, sorted=False).indices
     positions = positions.sort(dim=1).values
     return positions, coefficients_CN.gather(1, positions)
-
-
-@functools.lru_cache(maxsize=64)
-def _lanes(groups: int, device: torch.device) -> Tensor:
-    """Returns the place of each lane's first element, [1, lanes, 1]."""
-    return (torch.arange(_LANES, device="cpu") * groups).view(1, _LANES, 1).to(device)
