@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
@@ -31,16 +30,16 @@ hypothesis.settings.load_profile("demopt")  # make nightly: --hypothesis-profile
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _rank_processes() -> Iterator[None]:
+def _rank_processes():
     yield
     ranks.POOL.close()
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def command(monkeypatch, capsys):
     """command(*words): what `demopt WORDS` prints; with code=2, the one line about a mistake."""
 
-    def run(*words: object, code: int = 0) -> str:
+    def run(*words, code=0):
         monkeypatch.setattr(sys, "argv", ["demopt", *map(str, words)])
         capsys.readouterr()  # of the test itself
         with pytest.raises(SystemExit) as end:
@@ -54,7 +53,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def bits_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bits_by(request, monkeypatch):
     """The compiled kernels, then torch operations alone, as where demopt was installed without a C compiler."""
     gate.library.cache_clear()
     if request.param == "torch":

@@ -7,12 +7,9 @@ norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of e
 In the attacks, gradients are a signal that all ranks have, and noise of each; they know all other messages.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import demopt
 import problems
@@ -24,14 +21,14 @@ from demopt.wire.message import HEADER_BYTES, Header, pack_message
 from demopt.wire.quantizers import QUANTIZERS
 
 SHAPES = [(128, 128), (64, 64), (64,)]
-CODECS: list[dict[str, Any]] = [{}, *({"top_k": 512, "values": values} for values in ("sign", "2-bit", "float32"))]
+CODECS = [{}, *({"top_k": 512, "values": values} for values in ("sign", "2-bit", "float32"))]
 
 
-def _gradient(rank: int, number: int, shape: tuple[int, ...]) -> Tensor:
+def _gradient(rank, number, shape):
     return problems.draw(shape, 0, 1000 + number) + problems.draw(shape, 1 + rank, number)
 
 
-def _built(honest: list[int], lies: list[Callable[[int, tuple[int, ...]], Tensor]], clip: bool, **codec: Any) -> Any:
+def _built(honest, lies, clip, **codec):
     """LocalDeMos of honest ranks and of liars, with one local step each, and their messages."""
     made = [*lies, *(lambda number, shape, rank=rank: _gradient(rank, number, shape) for rank in honest)]
     optimizers, messages = [], []
@@ -46,20 +43,20 @@ def _built(honest: list[int], lies: list[Callable[[int, tuple[int, ...]], Tensor
     return optimizers, torch.stack(messages)
 
 
-def _applied(optimizers: Any, messages: Tensor) -> Tensor:
+def _applied(optimizers, messages):
     optimizers[-1].apply(messages)
     return torch.cat([each.flatten() for each in problems.values(optimizers[-1])])
 
 
-def _flipped(number: int, shape: tuple[int, ...]) -> Tensor:
+def _flipped(number, shape):
     return -_gradient(9, number, shape)
 
 
-def _noise(number: int, shape: tuple[int, ...]) -> Tensor:
+def _noise(number, shape):
     return problems.draw(shape, 99, number)
 
 
-def _against_all(number: int, shape: tuple[int, ...]) -> Tensor:
+def _against_all(number, shape):
     return -torch.stack([_gradient(rank, number, shape) for rank in range(3)]).sum(0)
 
 
@@ -89,14 +86,14 @@ def test_a_minority_that_agrees_with_itself_is_left_out(count):
 def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing():
     """Nobody can say who of the two lies: both are left out, and the update is that of the other two."""
 
-    def lie(number: int, shape: tuple[int, ...]) -> Tensor:
+    def lie(number, shape):
         return _gradient(0, number, shape) + _gradient(1, number, shape) - 2 * _gradient(2, number, shape)
 
     assert torch.equal(_applied(*_built([0, 1, 2], [lie], True)), _applied(*_built([0, 1], [], True)))
 
 
 def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
-    def in_part(number: int, shape: tuple[int, ...]) -> Tensor:
+    def in_part(number, shape):
         lie = _against_all(number, shape)
         return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.25, lie, -lie)
 
@@ -107,7 +104,7 @@ def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
 def test_security_samples_count_up_to_the_medians():
     """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others; of two, each has its own."""
 
-    def update(samples: int, clip: bool, ranks: int = 4) -> Tensor:
+    def update(samples, clip, ranks=4):
         optimizers, messages = _built([*range(ranks)], [], clip)
         header, size = optimizers[0].replicator.round.header, messages.shape[1] - HEADER_BYTES
         messages = messages.clone()
@@ -149,7 +146,7 @@ def test_agreement_is_the_literal_count():
 def test_folders_leave_out_liars_by_default():
     """Over connections it is an option."""
 
-    def asks(**more: Any) -> bool:
+    def asks(**more):
         optimizer = demopt.LocalDeMo(torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0), **more)
         return optimizer.replicator.groups[0]["clip_to_median"]
 
@@ -165,7 +162,7 @@ WORLD, SCALE, SMALL = 8, 1e6, [(48, 32), (40,)]
 ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 
 
-def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor:
+def _moved(codec, clip, scales):
     """How far each chunk of 16 x 16 (8 columns of vectors) is moved by one step of ranks with gradients so scaled."""
     settings = {"lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", "clip_to_median": clip}
     optimizers, messages = [], []

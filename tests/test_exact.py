@@ -4,12 +4,10 @@ See docs/algorithm.md.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
@@ -22,14 +20,14 @@ LIMIT = 2**24
 GUARD_BITS = 3
 
 
-def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> tuple[Tensor, Tensor]:
+def _aggregate(coefficients, length, values, reduction):
     """Of positions [W, C, K], levels [W, C, K] and codes [W, C]: the sums, and the unit of each chunk."""
     positions, levels, codes = coefficients
     pair = torch.empty(2, positions.shape[1], length)
     return pair[0], exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair, False, None)
 
 
-def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> np.ndarray:
+def _literal_aggregate(coefficients, length, values, reduction):
     """In Python's integers; the quotient is one float32 division."""
     positions, levels, codes = (part.tolist() for part in coefficients)
     world_size, chunks = len(positions), len(positions[0])
@@ -81,14 +79,14 @@ def test_exact_aggregate_worst_case_stays_below_2_24(values, world_size):
         assert float(out[0, 0] * unit[0]) == LEVELS[values] * (1 + mantissa / 16)
 
 
-def _scaled(chunks: Tensor, terms: int) -> Tensor:
+def _scaled(chunks, terms):
     """As exact.inverse scales before a pass: to integers below 2**bits."""
     bits = min(11, math.floor(math.log2(LIMIT / (127 * terms))))
     largest = chunks.abs().amax((1, 2), keepdim=True)
     return torch.round(chunks * 2.0 ** (bits - torch.frexp(largest).exponent.double()))
 
 
-def _inverse(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse(name, chunks):
     rows, columns = (exact.integer_basis(name, side) for side in chunks.shape[1:])
     out = chunks.clone()
     return out, math.prod(exact.inverse(out, (rows, columns), torch.empty_like(out)))
@@ -139,11 +137,11 @@ def test_integer_basis_ignores_last_bits_of_cosines(name):
 SHAPES = [(64, 64), (128, 130), (90, 40), (200,), (7,), ()]
 
 
-def _optimizer(rank: int, world_size: int, **more: Any) -> DeMo:
+def _optimizer(rank, world_size, **more):
     return problems.demo(problems.OneOf(rank, world_size), SHAPES, chunk=32, top_k=16, **more)
 
 
-def _messages(world_size: int, steps: int, **more: Any) -> list[Tensor]:
+def _messages(world_size, steps, **more):
     """The messages of all ranks of a run, step by step."""
     optimizers = [_optimizer(rank, world_size, **more) for rank in range(world_size)]
     sent = []
@@ -157,7 +155,7 @@ def _messages(world_size: int, steps: int, **more: Any) -> list[Tensor]:
     return sent
 
 
-def _replayed(messages: list[Tensor], **more: Any) -> list[int]:
+def _replayed(messages, **more):
     optimizer, fingerprints = _optimizer(0, messages[0].shape[0], **more), []
     for of_step in messages:
         optimizer.apply(of_step)
@@ -200,7 +198,7 @@ def test_exact_apply_ignores_threads_and_blocks(name, values, update, monkeypatc
     ids=str,
 )
 def test_exact_is_on_where_possible_and_refused_elsewhere(settings, dtype, refused):
-    def decodes_exactly(exact: bool | None) -> bool:
+    def decodes_exactly(exact):
         optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], exact=exact, **settings)
         return optimizer.replicator.wiring().chunk_groups[0].key.exact
 

@@ -1,6 +1,6 @@
 """Processes with the device "toy", which ordinary ones never have: `on_toy(function, world_size, *args)`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,13 @@ POOL = ranks.Pool()
 
 
 @pytest.fixture(scope="session")
-def on_toy() -> Iterator[OnToy]:
+def on_toy():
     """Runs `function(rank, world_size, *args)` in processes of a gloo group; returns what each returned."""
     if toy.COMPILER is None:
         pytest.skip("no C++ compiler: the toy accelerator cannot be built")
     toy.build()  # once, before its clock starts
 
-    def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    def run(function, world_size, *args):
         return ranks.values_of(POOL.outcomes(toy.call, world_size, (function, *args)))
 
     yield run

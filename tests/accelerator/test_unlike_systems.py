@@ -6,7 +6,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from typing import Any
 
 import torch
 
@@ -66,24 +65,24 @@ for command in commands:
 """
 
 
-def _started(command: list[str]) -> "subprocess.Popen[str]":
+def _started(command):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _poorer(system: str, *commands: list[Any]) -> "subprocess.Popen[str]":
+def _poorer(system, *commands):
     """Starts a process on such a system that runs `demopt WORDS` for each command."""
     listed = json.dumps([[*map(str, words)] for words in commands])
     return _started([sys.executable, "-c", POORER, system, listed])
 
 
-def _ended(process: "subprocess.Popen[str]", code: int = 0) -> str:
+def _ended(process, code=0):
     """Waits for the end of a process; returns its output."""
     out, errors = process.communicate(timeout=600)
     assert process.returncode == code, out + errors
     return out
 
 
-def _digest(printed: str) -> str:
+def _digest(printed):
     (digest,) = re.findall("sha256 (.{64})", printed)
     return str(digest)
 
@@ -105,7 +104,7 @@ def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path):
     assert {*digests} == {_digest(joined.stdout)}
 
 
-def _on_toy(rank: int, world_size: int, address: str) -> str:
+def _on_toy(rank, world_size, address):
     """Trains along in bfloat16, with the state on the host; stops the run after three rounds with three senders."""
     config, run = settings_of_run(address, None, {}, patience=600.0)
     config, model = begin(config)

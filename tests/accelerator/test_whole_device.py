@@ -8,8 +8,6 @@ import functools
 import re
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +23,7 @@ import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.errors import MessageError
-from demopt.exchange import Exchange, SingleRank, Threads
+from demopt.exchange import SingleRank, Threads
 from demopt.optim import muon, staging
 from demopt.optim.local_weights import LocalWeights
 from demopt.runs.store import ObjectStore
@@ -44,7 +42,7 @@ class Small(nn.Module):
     One parameter is frozen, and one unused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(3))
@@ -55,7 +53,7 @@ class Small(nn.Module):
         self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(7))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
@@ -63,7 +61,7 @@ class Small(nn.Module):
         return self.head(self.norm(hidden)) * self.scale
 
 
-def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
+def fill(model, rank, step, scale=1.0):
     """Sets the gradients that a twin of the model on the CPU has, so that only the optimizer can differ."""
     draw = torch.Generator().manual_seed(1000 * rank + step)
     twin = copy.deepcopy(model).cpu().float()
@@ -75,7 +73,7 @@ def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
 
 
 #: Settings by name; the name also says the optimizer, the dtype, and whether Muon updates the matrices.
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "DeMo": {},
     "DeMo, identity": {"transform": "identity"},
     "DeMo, muon": {},
@@ -107,13 +105,13 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def optimizer_of(case: str, model: Small, exchange: Exchange, **more: Any) -> Any:
+def optimizer_of(case, model, exchange, **more):
     usual = {"chunk": 16, "kernels": "torch", "fingerprint_every": 1, "process_group": exchange}
     settings = {**usual, **CASES[case], **more}
     matrices = [p for p in model.layers.parameters() if p.dim() == 2] if "muon" in case else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     if case.startswith("LocalDeMo"):
-        inner: list[torch.optim.Optimizer] = [adamw(others)]
+        inner = [adamw(others)]
         inner += [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
         return demopt.LocalDeMo(inner, sync_every=2, **settings)
     groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}] if matrices else others
@@ -121,13 +119,13 @@ def optimizer_of(case: str, model: Small, exchange: Exchange, **more: Any) -> An
     return demopt.DeMo(groups, **{**base, **settings})
 
 
-def small(device: str, dtype: torch.dtype) -> Small:
+def small(device, dtype):
     with DRAWING:  # threads share a generator
         torch.manual_seed(0)
         return Small().to(device, dtype)
 
 
-def train(exchange: Exchange, device: str, case: str, steps: int = STEPS, **more: Any) -> tuple[Any, Any]:
+def train(exchange, device, case, steps=STEPS, **more):
     model = small(device, getattr(torch, re.search("bfloat16|float64|$", case)[0] or "float32"))
     assert not model.convolution.weight.is_contiguous()
     optimizer = optimizer_of(case, model, exchange, **more)
@@ -137,7 +135,7 @@ def train(exchange: Exchange, device: str, case: str, steps: int = STEPS, **more
     return model, optimizer
 
 
-def tensors(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+def tensors(model, optimizer):
     """Parameters and all state, on the CPU."""
     if hasattr(optimizer, "flush"):
         optimizer.flush()
@@ -150,7 +148,7 @@ def tensors(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
+def _same_bits(rank, world_size, case):
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
     # threads do not order streams, as a background thread needs it
@@ -166,7 +164,7 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy, case):
     assert on_toy(_same_bits, 1, case) == [set()]
 
 
-def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tuple[bool, set[str]]:
+def _with_processes(rank, world_size, case, backend):
     group = None
     if backend != "gloo":
         toyccl.register()
@@ -201,7 +199,7 @@ def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(on
     assert on_toy(_with_processes, 2, case, backend) == [(True, set()), (True, set())]
 
 
-def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
+def go_on_alike(rank, case, *pairs):
     """Two more steps of two models with their optimizers, which must stay equal."""
     for step in (4, 5):
         for model, optimizer in pairs:
@@ -210,12 +208,12 @@ def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
     assert problems.same(*(tensors(*pair) for pair in pairs))
 
 
-def _checkpoints(rank: int, world_size: int, case: str) -> None:
+def _checkpoints(rank, world_size, case):
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
     groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(9)]  # the background needs its own
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange):
         mine = iter([gpu.ThroughHost(group[exchange.rank]) for group in groups])
         for source, target, where in ways:
             model, optimizer = train(next(mine), source, case, steps=4)
@@ -243,8 +241,8 @@ def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(o
     on_toy(_checkpoints, 1, case)
 
 
-def _scaled(rank: int, world_size: int, case: str) -> bool:
-    def work(exchange: Exchange, device: str) -> list[torch.Tensor]:
+def _scaled(rank, world_size, case):
+    def work(exchange, device):
         model, optimizer = train(exchange, device, case, steps=0)
         scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
         for step in range(4):
@@ -265,7 +263,7 @@ def test_a_gradient_scaler_works_as_on_a_cpu(on_toy, case):
     assert on_toy(_scaled, 1, case) == [True]
 
 
-def _muon_steps(kind: type, device: str) -> tuple[list[torch.Tensor], int]:
+def _muon_steps(kind, device):
     matrices = [nn.Parameter(problems.draw(shape, 7).to(device)) for shape in 2 * [(24, 40), (24, 40), (40, 24)]]
     optimizer = kind(matrices, lr=0.1, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
@@ -276,7 +274,7 @@ def _muon_steps(kind: type, device: str) -> tuple[list[torch.Tensor], int]:
     return [matrix.detach().cpu() for matrix in matrices], found.get("launches", 0)
 
 
-def _muon(rank: int, world_size: int) -> tuple[int, int]:
+def _muon(rank, world_size):
     with mock.patch.multiple(muon, _DEVICE_DTYPE=torch.float32, _BATCH_ELEMENTS=3 * 24 * 40):  # batches of 3, 1 and 2
         found, launches = _muon_steps(muon.BatchedMuon, "toy")
     torch.testing.assert_close(found, _muon_steps(muon.BatchedMuon, "cpu")[0])
@@ -296,7 +294,7 @@ def test_a_model_that_moves_after_local_demo_was_built_is_refused():
         weights.create()
 
 
-def _refused(rank: int, world_size: int, case: str) -> str:
+def _refused(rank, world_size, case):
     model, optimizer = train(SingleRank(), "toy", case)
     fill(model, 0, STEPS)
     message = optimizer.extract()
@@ -314,7 +312,7 @@ def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(on_toy, case
     assert "message of rank 0" in on_toy(_refused, 1, case)[0]
 
 
-def _buffers(rank: int, world_size: int) -> list[list[float]]:
+def _buffers(rank, world_size):
     model = nn.BatchNorm1d(3).to("toy")
     model.running_mean.fill_(float(rank + 1))
     demopt.broadcast_buffers(model, src=1)
@@ -325,7 +323,7 @@ def test_buffers_of_an_accelerator_are_broadcast(on_toy):
     assert on_toy(_buffers, 2) == 2 * [[[2.0, 2.0, 2.0], [0.0]]]
 
 
-def _through_dcp(rank: int, world_size: int, case: str, folder: str) -> None:
+def _through_dcp(rank, world_size, case, folder):
     warnings.simplefilter("ignore")  # of saving between rounds, to compare
     for source, target in (("toy", "cpu"), ("cpu", "toy")):
         model, optimizer = train(SingleRank(), source, case, steps=4)
@@ -342,7 +340,7 @@ def test_dcp_moves_a_state_between_accelerator_and_cpu(on_toy, case, tmp_path):
     on_toy(_through_dcp, 1, case, str(tmp_path))
 
 
-def _folder(rank: int, world_size: int, case: str) -> None:
+def _folder(rank, world_size, case):
     store, digests = ObjectStore(), {}
     for device in ("toy", "cpu"):
         model, optimizer = train(demopt.FolderExchange(store, patience=0.0), device, case, steps=0)
@@ -365,13 +363,13 @@ TABLES = 9 << 19  # bytes of the codec's own tables, for any model
 #: What is known to be held, in parameters: they, gradients, momentum or error, global weights, the owner's errors. Then
 #: the most beyond it, at rest and in a step, in parameters: places of lines; two tensors of a block, one of its
 #: directions, and small ones. An owner has in their place the sums of its share, and their magnitudes.
-MOST: dict[str, tuple[int, float, float]] = {
+MOST = {
     "DeMo": (3, 0.05, 3.5), "DeMo, muon": (3, 0.05, 3.5), "LocalDeMo": (4, 0.05, 3.5), "LocalDeMo, owner": (5, 0.05, 4),
     **{f"LocalDeMo, host{more}": (2, 0.0, 0.0) for more in ("", ", owner", ", top-k", ", delay")},
 }  # fmt: skip
 
 
-def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
+def _memory(rank, world_size, kind):
     """The bytes beyond what is known, at rest and at most in a step, per byte of parameters."""
     before, _ = toy.memory()  # of other tests in this process
     params = [nn.Parameter(torch.zeros(1024, 1024, device="toy")) for _ in range(4)]
@@ -408,14 +406,14 @@ def test_extra_memory_stays_in_bounds(on_toy, kind):
 WAITS = {"DeMo": 2, "DeMo, muon": 2, "LocalDeMo": 2, "LocalDeMo, owner": 3}
 
 
-def _waits(rank: int, world_size: int, case: str) -> list[int]:
+def _waits(rank, world_size, case):
     """Of the fourth step of each of two ranks in threads, without the exchange itself, and fingerprints."""
 
-    def uncounted(threads: Threads, combine: Callable[[Threads], None] = Threads._combine) -> None:
+    def uncounted(threads, combine=Threads._combine):
         with toy.counting(False):
             combine(threads)
 
-    def work(exchange: Exchange) -> int:
+    def work(exchange):
         model, optimizer = train(exchange, "toy", case, steps=3, fingerprint_every=0)
         fill(model, exchange.rank, 3)
         with toy.counting() as found:
@@ -439,10 +437,10 @@ def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arriv
 # With its state on the host, LocalDeMo runs only copies on an accelerator
 
 
-def _launches(rank: int, world_size: int, case: str, dtype: torch.dtype) -> tuple[list[dict[str, int]], set[str]]:
+def _launches(rank, world_size, case, dtype):
     """What four steps, looks at the weights, and saving run on the device, with LocalDeMo and without."""
 
-    def work(exchange: Exchange) -> list[dict[str, int]]:
+    def work(exchange):
         counts = []
         for wrapped in (True, False):
             model = small("toy", dtype)
@@ -468,7 +466,7 @@ def _launches(rank: int, world_size: int, case: str, dtype: torch.dtype) -> tupl
     return ranks.threads(work, 2)[0], toy.races()
 
 
-def _kernels(counts: dict[str, int]) -> dict[str, int]:
+def _kernels(counts):
     """What ran but copies, and waits for them."""
     copies = {"to host", "to device", "syncs"}
     return {key: n for key, n in counts.items() if key not in copies and not key.startswith("sync ")}

@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint and OptimizerState: save, load, async_save; more or fewer ranks; FSDP2 in a node."""
 
 import copy
-from typing import Any
 
 import carriers
 import pytest
@@ -19,7 +18,7 @@ from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.exchange import SingleRank
 
 
-def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False) -> Any:
+def _save(rank, world_size, kind, folder, late=False):
     """Saves two steps after a round; returns the state, and how the optimizer goes on while `async_save` writes."""
     optimizer = carriers.build(kind)
     problems.fingerprints(optimizer, range(5), rank)
@@ -37,7 +36,7 @@ def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False
     return before, expected
 
 
-def _load(rank: int, world_size: int, kind: str, folder: str, planner: Any) -> Any:
+def _load(rank, world_size, kind, folder, planner):
     """The state that a new optimizer loads, how it goes on, and what it warns of."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in carriers.SHAPES]
     optimizer = carriers.build(kind, parameters=parameters)
@@ -88,7 +87,7 @@ def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path):
 # FSDP2 inside pairs of ranks, demopt between the pairs
 
 
-def _sharded(rank: int, world_size: int, kind: str, folder: str, save: bool) -> Any:
+def _sharded(rank, world_size, kind, folder, save):
     """The unsent part of each parameter's shard, and the shards four steps later."""
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -97,7 +96,7 @@ def _sharded(rank: int, world_size: int, kind: str, folder: str, save: bool) -> 
     parameters = list(model.parameters())
     optimizer = carriers.build(kind, parameters=parameters, process_group=mesh["replicate"])
 
-    def train(steps: range) -> None:
+    def train(steps):
         for step in steps:
             optimizer.zero_grad()
             model(problems.draw((5, 32), rank, step)).square().mean().backward()
@@ -122,7 +121,7 @@ def test_dcp_resumes_shards_inside_a_node_bit_for_bit(kind, tmp_path):
         assert problems.same(resumed, expected)
 
 
-def _loads_whole(rank: int, world_size: int, kind: str, state: Any) -> tuple[str, bool]:
+def _loads_whole(rank, world_size, kind, state):
     """Why shards refuse the state of whole parameters; whether that leaves them as they were."""
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
     model = nn.Linear(32, 16)

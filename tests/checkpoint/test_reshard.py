@@ -4,24 +4,20 @@ consolidate_state_dict: one rank's file holds all ranks' states; each takes its 
 """
 
 import functools
-from collections.abc import Callable
+import io
 from fractions import Fraction
-from typing import Any
 
 import carriers
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import demopt
 import problems
 import ranks
 from demopt.errors import MessageError
-from demopt.exchange import Exchange
 from demopt.state import overlaps, separated, share_of
 
 SIZES = st.integers(1, 9)
@@ -37,10 +33,10 @@ def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now, bef
 
 
 @functools.cache
-def _states(world_size: int) -> list[dict[str, Any]]:
+def _states(world_size):
     """The states of all ranks after three steps."""
 
-    def saved(exchange: Exchange) -> dict[str, Any]:
+    def saved(exchange):
         optimizer = problems.demo(exchange, dtype=torch.float64, update="sgd")
         problems.train(optimizer, range(3), exchange.rank)
         return optimizer.state_dict()
@@ -48,7 +44,7 @@ def _states(world_size: int) -> list[dict[str, Any]]:
     return ranks.threads(saved, world_size)
 
 
-def _goes_on(exchange: Exchange, states: list[dict[str, Any]], reduction: str) -> tuple[list[Tensor], list[Tensor]]:
+def _goes_on(exchange, states, reduction):
     """Loads a state and takes a step without new gradients, in which all of the momenta is sent."""
     everything = {"top_k": 16 * 16, "values": "float64", "reduction": reduction, "update": "sgd", "alpha": 1.0}
     optimizer = problems.demo(exchange, dtype=torch.float64, fingerprint_every=0, **everything)
@@ -67,8 +63,7 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction, before, now)
     states = _states(before)
     old, _ = ranks.threads(_goes_on, before, states, reduction)[0]
     for new, left in ranks.threads(_goes_on, now, demopt.reshard(states, now), reduction):
-        for ours, theirs in zip(new, old, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(new, old, rtol=1e-9, atol=1e-12)
         assert all(bool((momentum == 0).all()) for momentum in left)
 
 
@@ -78,11 +73,11 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction, before, now)
 def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_states(skipped, settings):
     """After a round that some rank dropped, the others have a start of their own. Owners' errors become ranks'."""
 
-    def saved(exchange: Exchange) -> dict[str, Any]:
+    def saved(exchange):
         """Two steps after a round, which is skipped because of rank 0's weights."""
         optimizer = problems.local(exchange, inner=problems.ADAMW, sync_every=4, **settings)
 
-        def spoil(step: int) -> None:
+        def spoil(step):
             if skipped and step == 3 and exchange.rank == 0:
                 problems.all_parameters(optimizer)[0].data[0] = torch.inf
 
@@ -94,7 +89,7 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
     assert any("owner_error" in state["state"][0] for state in before) == ("route" in settings)
     assert ["start" in state["state"][0] for state in before] == [False, skipped, skipped]
     after = demopt.reshard(before, 2)
-    kept: list[Callable[[dict[str, Tensor]], Tensor]] = [
+    kept = [
         lambda entry: problems.unsent(entry, len(before)),
         lambda entry: entry.get("start", entry["global"]) - entry["local"],
     ]
@@ -144,27 +139,27 @@ def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused():
             share_of({0: one, 1: {**two, "state": damaged}}, 0, 1, 2)
 
 
-def _by_file(rank: int, world_size: int, kind: str) -> tuple[Any, Any]:
-    """A run that goes on, and one that was loaded from the file of one rank."""
-    optimizer = carriers.build(kind)
-    problems.fingerprints(optimizer, range(5), rank)  # of LocalDeMo: two steps after a round
-    carriers.consolidate(optimizer, to=1)
-    states: list[Any] = [None] * world_size
-    dist.all_gather_object(states, carriers.saved(optimizer))
-    state = problems.by_file(states[1])
-    names = {name for rank_ in separated(state) for name in state["ranks"][rank_]["state"][0]}
-    assert not names & set(state["state"][0]), "what is shared is there once"
-    with carriers.shown(optimizer):
-        new = carriers.build(kind, parameters=problems.twins(optimizer))
-    new.load_state_dict(state)
-    assert not separated(carriers.saved(new))
-    assert bool(separated(carriers.saved(optimizer))) == (rank == 1)
-    return carriers.end(optimizer, rank), carriers.end(new, rank)
-
-
 @pytest.mark.parametrize("kind", carriers.KINDS)
 def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
-    for expected, resumed in ranks.run(_by_file, 3, kind):
+    states = {}
+
+    def work(exchange):
+        optimizer = carriers.build(kind, process_group=exchange)
+        problems.fingerprints(optimizer, range(5), exchange.rank)  # of LocalDeMo: two steps after a round
+        carriers.consolidate(optimizer, to=1)
+        states[exchange.rank] = problems.saved(carriers.saved(optimizer))
+        exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # until all are there
+        state = torch.load(io.BytesIO(states[1]))
+        names = {name for rank in separated(state) for name in state["ranks"][rank]["state"][0]}
+        assert not names & set(state["state"][0]), "what is shared is there once"
+        with carriers.shown(optimizer):
+            new = carriers.build(kind, parameters=problems.twins(optimizer), process_group=exchange)
+        new.load_state_dict(state)
+        assert not separated(carriers.saved(new))
+        assert bool(separated(carriers.saved(optimizer))) == (exchange.rank == 1)
+        return carriers.end(optimizer, exchange.rank), carriers.end(new, exchange.rank)
+
+    for expected, resumed in ranks.threads(work, 3):
         assert problems.same(expected[0], resumed[0])
         assert expected[1] == resumed[1]
 
@@ -172,7 +167,7 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
 def test_consolidated_state_is_of_rank_0_until_the_next_change():
     """Such as a step, a load, and a new group."""
 
-    def consolidated(exchange: Any) -> list[bool]:
+    def consolidated(exchange):
         optimizer, found = carriers.build("DeMo", process_group=exchange), []
         for change in (
             lambda: None,
@@ -191,7 +186,7 @@ def test_consolidated_state_is_of_rank_0_until_the_next_change():
 def test_consolidation_waits_for_a_round_in_flight():
     """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
 
-    def consolidated(exchange: Any) -> tuple[int, dict[str, Any]]:
+    def consolidated(exchange):
         optimizer = carriers.build("LocalDeMo", process_group=exchange, delay=1)
         problems.fingerprints(optimizer, range(4), exchange.rank)
         assert optimizer.replicator.in_flight
@@ -205,7 +200,7 @@ def test_consolidation_waits_for_a_round_in_flight():
     assert [bool(separated(state)[rank]["state"][0]["error"].any()) for rank in range(2)] == [True, True]
 
 
-def _in_nodes(rank: int, world_size: int) -> list[int]:
+def _in_nodes(rank, world_size):
     optimizer = carriers.build("DeMo", process_group=init_device_mesh("cpu", (2, 2)))
     problems.fingerprints(optimizer, range(2), rank)
     carriers.consolidate(optimizer, to=1)
@@ -216,7 +211,7 @@ def test_consolidated_state_is_on_the_first_process_of_a_node():
     assert ranks.run(_in_nodes, 4) == [[], [], [0, 1], []]
 
 
-def _consolidated(exchange: Any, kind: str) -> Any:
+def _consolidated(exchange, kind):
     optimizer = carriers.build(kind, process_group=exchange)
     problems.fingerprints(optimizer, range(5), exchange.rank)
     mine = carriers.saved(optimizer)
@@ -230,7 +225,7 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind, monkey
     monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
 
-    def takes(exchange: Any) -> Any:
+    def takes(exchange):
         optimizer = carriers.build(kind, process_group=exchange)
         optimizer.load_state_dict(results[0][1])
         return carriers.saved(optimizer)
@@ -270,9 +265,9 @@ def test_consolidated_state_without_a_rank_is_refused():
 @pytest.mark.parametrize(("kind", "more", "many"), [("DeMo", {}, 0), ("LocalDeMo", {"sync_every": 20}, 1)])
 def test_consolidation_says_what_it_costs(kind, more, many, monkeypatch):
     monkeypatch.setattr("demopt.state.MANY_STEPS", 300)  # the model is small beside the description of its state
-    sync_every, results = more.get("sync_every", 1), list[Any]()
+    sync_every, results = more.get("sync_every", 1), []
 
-    def cost(exchange: Any) -> tuple[int, ...]:
+    def cost(exchange):
         """The bytes of a step, of a consolidation, and of a step after it."""
         optimizer = carriers.build(kind, process_group=exchange, **more)
         problems.fingerprints(optimizer, range(sync_every), exchange.rank)
@@ -295,12 +290,12 @@ def test_consolidation_says_what_it_costs(kind, more, many, monkeypatch):
 
 @pytest.mark.parametrize("byte", [0, 64])
 def test_damaged_state_is_refused(byte):
-    def damage(rows: Tensor) -> Tensor:
+    def damage(rows):
         if rows.shape[1] > 16:  # not the sizes
             rows[1, byte] ^= 0xFF
         return rows
 
-    def consolidate(exchange: Any) -> None:
+    def consolidate(exchange):
         carriers.build("DeMo", process_group=problems.Faulty(exchange, damage)).consolidate_state_dict()
 
     with pytest.raises(MessageError, match="message of rank 1: the state that came to be consolidated is damaged"):

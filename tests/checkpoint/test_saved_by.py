@@ -2,14 +2,13 @@
 
 import copy
 import warnings
-from typing import Any
 
 import carriers
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import problems
@@ -18,7 +17,7 @@ from demopt import LocalDeMo
 from demopt.state import unmarked
 
 
-def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[str]]:
+def _exchanged_files(rank, world_size, kind):
     """The warnings of loading this rank's file, the other's, and one without a mark."""
     optimizer = carriers.build(kind)
     problems.fingerprints(optimizer, range(5), rank)
@@ -53,12 +52,12 @@ def test_loading_a_state_of_more_ranks_warns_and_one_without_a_mark_among_one_do
     assert "demopt.reshard" in told
 
 
-def _model() -> nn.Module:
+def _model():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
 
 
-def _by_dcp(rank: int, world_size: int, kind: str, folder: str, flat: bool, one_file_each: bool) -> list[str]:
+def _by_dcp(rank, world_size, kind, folder, flat, one_file_each):
     """torch's own functions, which save one value per key, for ranks of one checkpoint or of one each."""
     options, folder = StateDictOptions(flatten_optimizer_state_dict=flat), f"{folder}{rank if one_file_each else ''}"
     model = _model()
@@ -78,7 +77,7 @@ def _by_dcp(rank: int, world_size: int, kind: str, folder: str, flat: bool, one_
     return told
 
 
-def _own(optimizer: Any) -> list[Tensor]:
+def _own(optimizer):
     """Copies of this rank's momenta, or errors and Adam's moments."""
     names = ("momentum", "error", "owner_error", "exp_avg")
     entries = [optimizer.state[parameter] for parameter in problems.all_parameters(optimizer)]
@@ -147,7 +146,7 @@ def test_state_that_an_inner_optimizer_refuses_changes_none_of_them():
     problems.fingerprints(optimizer, range(4, 6), 0)
 
 
-def _resumed_by_torch(rank: int, world_size: int, folder: str) -> list[str]:
+def _resumed_by_torch(rank, world_size, folder):
     """A new LocalDeMo, loaded by torch's own functions."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for steps in (3, 0):
@@ -169,7 +168,7 @@ def test_loading_a_new_local_without_its_inner_states_warns(tmp_path):
 
 def test_state_dict_hooks_of_local_fire_and_may_replace_the_state():
     optimizer = carriers.build("LocalDeMo")
-    seen: list[str] = []
+    seen = []
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
     optimizer.register_load_state_dict_pre_hook(lambda _, state: {k: v for k, v in state.items() if k != "extra"})

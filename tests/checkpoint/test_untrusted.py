@@ -7,7 +7,6 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ READ = {
 }
 
 
-def _digest(value: Any, to: Any = None) -> str:
+def _digest(value, to=None):
     own = to or hashlib.sha256()
     if isinstance(value, dict):
         for name in sorted(value, key=str):
@@ -52,14 +51,14 @@ def _digest(value: Any, to: Any = None) -> str:
     return own.hexdigest()[:32]
 
 
-def _old(kind: str, folder: Path) -> Path:
+def _old(kind, folder):
     """Unpacks the checkpoint of two workers; returns its folder."""
     with zipfile.ZipFile(OLD / f"{kind}.zip") as packed:
         packed.extractall(folder)
     return folder / STEP
 
 
-def _load(path: Path, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _load(path, kind):
     config = resolve(config_of(checkpoint.read(path).settings))
     model = build(config)
     optimizer = make_optimizer(config, model, None if kind == "adamw" else SingleRank())
@@ -95,14 +94,14 @@ def test_state_of_an_earlier_commit_loads_and_goes_on(kind):
 class _Runs:
     """Unpickled, it makes a file."""
 
-    def __init__(self, proof: Path) -> None:
+    def __init__(self, proof):
         self.proof = proof
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.proof),)
 
 
-def _change_metadata(path: Path, key: str, **changed: Any) -> Path:
+def _change_metadata(path, key, **changed):
     """Changes where the checkpoint's object `key` is; returns the file in which it was."""
     found = pickle.loads((path / ".metadata").read_bytes())
     index, info = next((index, info) for index, info in found.storage_data.items() if index.fqn == key)
@@ -111,7 +110,7 @@ def _change_metadata(path: Path, key: str, **changed: Any) -> Path:
     return path / info.relative_path
 
 
-def _replace_object(path: Path, key: str, data: bytes) -> None:
+def _replace_object(path, key, data):
     """Makes the checkpoint's object `key` be `data`, at the end of its file."""
     file = _change_metadata(path, key)
     _change_metadata(path, key, offset=file.stat().st_size, length=len(data))

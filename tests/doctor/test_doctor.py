@@ -6,7 +6,6 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +21,7 @@ from forked import free_port
 MACHINES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]  # Linux answers at all of 127.0.0.0/8
 
 
-def everywhere(machines: list[str], wait: float) -> list[list[Pair]]:
+def everywhere(machines, wait):
     """What each of these machines finds between MACHINES."""
     port = free_port()
     with ThreadPoolExecutor(len(machines)) as pool:
@@ -51,7 +50,7 @@ def test_machine_that_does_not_answer_is_named(absent, monkeypatch):
     class WhenAllCame(TCPStore):
         """Its second is counted from when those have come that are there, however slow the machine is."""
 
-        def wait(self, keys: list[str], timeout: timedelta) -> None:
+        def wait(self, keys, timeout):
             if keys == MACHINES:
                 super().wait(present, timeout)
                 timeout = timedelta(seconds=1)
@@ -71,7 +70,7 @@ def test_machine_that_does_not_answer_is_named(absent, monkeypatch):
 @pytest.mark.parametrize("elsewhere", ["", "gloo listens on 172.17.0.1 on 127.0.0.3: export ..."])
 def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhere(monkeypatch, elsewhere):
     class Group(ProcessGroupGloo):
-        def __init__(self, store: Any, *rest: Any) -> None:
+        def __init__(self, store, *rest):
             key, real = store
             if key == f"{MACHINES[1]}-{MACHINES[2]}":
                 raise RuntimeError("Connect timeout\nframes")
@@ -103,10 +102,10 @@ def test_raw_lines_of_torch_are_not_shown(capfd):
     assert capfd.readouterr().err == "shown"
 
 
-def named(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+def named(monkeypatch, address):
     """As on a machine whose name stands for an address."""
 
-    def look_up(host: str) -> str:
+    def look_up(host):
         if address is None:
             raise socket.gaierror("unknown")
         return host if host[0].isdigit() else address

@@ -11,11 +11,8 @@ import os
 import signal
 import traceback
 import types
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
@@ -40,13 +37,13 @@ ONCE = {-1 / 2, -1 / 3}  # an element whose gradient was applied in one round, o
 class Replica:
     """A process that trains, of a lighthouse's; `number` gives it elements of its own."""
 
-    def __init__(self, lighthouse: str, number: int, local: bool) -> None:
+    def __init__(self, lighthouse, number, local):
         self.pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_run, args=(lighthouse, theirs, number, local), daemon=True)
         self.process.start()
         theirs.close()
 
-    def wait_for(self, word: str) -> Any:
+    def wait_for(self, word):
         """Returns what the replica says next, which is under this word."""
         said, value = _heard(self.pipe)
         assert said == word, f"a replica said {said!r} while {word!r} was awaited:\n{value}"
@@ -54,7 +51,7 @@ class Replica:
 
 
 @contextmanager
-def _replicas(local: bool) -> Iterator[list[Replica]]:
+def _replicas(local):
     """All of them; at the end they are killed."""
     pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
     from torchft.coordination import LighthouseServer
@@ -73,17 +70,17 @@ def _replicas(local: bool) -> Iterator[list[Replica]]:
         lighthouse.shutdown()
 
 
-def _heard(pipe: Connection) -> Any:
+def _heard(pipe):
     assert pipe.poll(SECONDS), f"nothing within {SECONDS:g} s"
     return pipe.recv()
 
 
-def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
+def _run(lighthouse, pipe, number, local):
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     store = None  # which its manager needs as long as it lives
 
-    def make_manager() -> Any:  # from here on the lighthouse counts this replica
+    def make_manager():  # from here on the lighthouse counts this replica
         import torchft
 
         nonlocal store
@@ -101,7 +98,7 @@ def _run(lighthouse: str, pipe: Connection, number: int, local: bool) -> None:
     os._exit(0)
 
 
-def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local: bool) -> dict[str, Any]:
+def _train(make_manager, pipe, number, local):
     parameter = torch.nn.Parameter(torch.zeros(EVERYONE * ROOM, dtype=torch.float64))
     exactly = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
     if local:
@@ -133,17 +130,17 @@ def _train(make_manager: Callable[[], Any], pipe: Connection, number: int, local
     return {"weights": weights.tolist(), "taken": taken, "mark": inner.fingerprint(state=True)}
 
 
-def _lose_a_vote(quorum: Any) -> None:
+def _lose_a_vote(quorum):
     """The next vote of a quorum is lost."""
 
-    def vote() -> bool:
+    def vote():
         del quorum.vote  # the one of its class comes back
         raise ExchangeError("lost")
 
     quorum.vote = vote
 
 
-def _step(members: list[Replica], orders: dict[int, str] | None = None) -> list[int]:
+def _step(members, orders=None):
     for number, member in enumerate(members):
         member.pipe.send((orders or {}).get(number, "step"))
     return [member.wait_for("stepped") for number, member in enumerate(members) if (orders or {}).get(number) is None]

@@ -5,7 +5,6 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import problems
 import ranks
 from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
-from demopt.exchange import Collective, Exchange, Hierarchical, Meter, SingleRank, Threads
+from demopt.exchange import Collective, Hierarchical, Meter, SingleRank, Threads
 from demopt.exchange.hierarchical import average
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import resolve
 
 
-def conform(exchange: Exchange) -> None:
+def conform(exchange):
     """The guarantees of every exchange, on every rank."""
     rank, world_size = exchange.rank, exchange.world_size
     assert 0 <= rank < world_size
@@ -64,7 +63,7 @@ def test_thread_exchange_conforms_with_a_meter(world_size):
     ranks.threads(lambda exchange: conform(Meter(exchange)), world_size)
 
 
-def _collective(rank: int, world_size: int) -> None:
+def _collective(rank, world_size):
     conform(resolve(None))
 
 
@@ -73,7 +72,7 @@ def test_collective_conforms(world_size):
     ranks.run(_collective, world_size)
 
 
-def _part_of_the_world_size(rank: int, world_size: int) -> list[Any]:
+def _part_of_the_world_size(rank, world_size):
     """A group of ranks 3 and 1, and both dimensions of a mesh: ranks and sources are counted within the group."""
     group = dist.new_group([1, 3])
     if rank in (1, 3):
@@ -95,18 +94,18 @@ def test_collective_conforms_in_groups_and_meshes():
     assert ranks.run(_part_of_the_world_size, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
-def _nodes(rank: int, world_size: int, steps: int) -> problems.History:
+def _nodes(rank, world_size, steps):
     """Two nodes of two ranks: gradients are averaged inside a node, and the nodes exchange messages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "inside"))
     return problems.train(problems.demo(mesh, dtype=torch.float64, values="float64", update="sgd"), range(steps), rank)
 
 
-def _of_nodes(rank: int, world_size: int, steps: int) -> problems.History:
+def _of_nodes(rank, world_size, steps):
     """Two ranks that hold the mean gradients of ranks (0, 1) and (2, 3)."""
     optimizer = problems.demo(dtype=torch.float64, values="float64", update="sgd")
     parameters = problems.all_parameters(optimizer)
 
-    def average(step: int) -> None:
+    def average(step):
         pair = problems.gradients_of_ranks(parameters, step, 4)[2 * rank : 2 * rank + 2]
         for parameter, *gradients in zip(parameters, *pair, strict=True):
             parameter.grad = torch.stack(gradients).mean(0)
@@ -119,8 +118,8 @@ def test_hierarchical_node_acts_as_one_rank():
     problems.assert_replicas(of_ranks)
     for rank, history in enumerate(of_ranks):
         node = of_nodes[rank // 2]
-        for got, want in zip(history.parameters + history.momenta, node.parameters + node.momenta, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+        got, want = (each.parameters + each.momenta for each in (history, node))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 OF_A_NODE = [
@@ -129,7 +128,7 @@ OF_A_NODE = [
 ]
 
 
-def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
+def _averaged(inside):
     """Gradients of three dtypes, in an order that mixes them, after their mean; and the bytes that it took."""
     metered = Meter(inside)
     gradients = [problems.draw(shape, inside.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
@@ -149,7 +148,7 @@ def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_
             assert torch.equal(gradients[index], (wide.sum(0) / 3).to(dtype))
 
 
-def _unlike_in_a_node(rank: int, world_size: int, shapes: list[tuple[int, ...]], settings: dict[str, Any]) -> str:
+def _unlike_in_a_node(rank, world_size, shapes, settings):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "inside"))
     parameters = problems.parameters(shapes if rank == 1 else problems.FEW)
     optimizer = DeMo(parameters, process_group=mesh, **{**problems.SMALL, **(settings if rank == 1 else {})})
@@ -183,7 +182,7 @@ def test_collective_needs_init_process_group():
 
 
 def test_all_gather_refuses_unlike_lengths():
-    def uneven(exchange: Exchange) -> None:
+    def uneven(exchange):
         with pytest.raises(ExchangeError, match=r"\[3, 4\]"):
             exchange.all_gather(torch.zeros(3 + exchange.rank, dtype=torch.uint8))
 
@@ -191,7 +190,7 @@ def test_all_gather_refuses_unlike_lengths():
 
 
 def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
-    def work(exchange: Exchange, broken: int) -> int:
+    def work(exchange, broken):
         if exchange.rank == broken:
             raise ValueError(f"rank {broken} is broken")
         return exchange.all_gather(torch.zeros(5, dtype=torch.uint8)).data_ptr()
@@ -204,7 +203,7 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
     threads.close()
 
 
-def _one_late(rank: int, world_size: int) -> dict[str, Any]:
+def _one_late(rank, world_size):
     """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)
     exchange._timeout, short = timedelta(seconds=ranks.GLOO_SECONDS), exchange._timeout
@@ -234,7 +233,7 @@ def test_collective_timeout_names_step_and_rank():
 
 def test_two_levels_may_have_two_backends():
     """gloo between nodes, nccl inside of one: what gloo brought goes back to the device before it is broadcast."""
-    between, inside, devices = SingleRank(), SingleRank(), list[str]()
+    between, inside, devices = SingleRank(), SingleRank(), []
     between.all_gather = lambda message_B: torch.zeros(1, message_B.numel(), dtype=message_B.dtype)
     between.all_to_all = lambda parts_WB: torch.zeros(parts_WB.shape, dtype=parts_WB.dtype)
     inside.broadcast = lambda data_B, *_: devices.append(data_B.device.type)
@@ -265,7 +264,7 @@ def test_group_made_after_the_optimizer_is_used_and_after_steps_takes_weights_of
     assert not problems.same(histories[0].momenta, histories[1].momenta)
 
 
-def _group_made_late(rank: int, world_size: int, steps_before: int) -> problems.History:
+def _group_made_late(rank, world_size, steps_before):
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     optimizer = problems.demo()

@@ -21,13 +21,13 @@ ANSWER_SECONDS = 8.0  # an idle machine needs one
 LONG = timedelta(seconds=ranks.JOB_SECONDS)
 
 
-def _failure(exchange: Collective) -> str:
+def _failure(exchange):
     with pytest.raises(ExchangeError) as caught:
         exchange.all_gather(torch.zeros(4))
     return str(caught.value)
 
 
-def _met() -> Collective:
+def _met():
     """An exchange whose ranks know each other's machines."""
     liveness.ANSWER_SECONDS = ANSWER_SECONDS
     exchange = Collective()
@@ -38,7 +38,7 @@ def _met() -> Collective:
     return exchange
 
 
-def _store_of_rank_0(rank: int, world_size: int) -> None:
+def _store_of_rank_0(rank, world_size):
     """Begins the process group again with a store as torchrun has it, which rank 0 holds.
 
     The pool's store is a file with a lock: a rank that is frozen while it holds that lock stops all others, and after
@@ -54,7 +54,7 @@ def _store_of_rank_0(rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
 
 
-def _rank_1_dies(rank: int, world_size: int) -> str:
+def _rank_1_dies(rank, world_size):
     """Rank 2 comes to the exchange only when rank 0 has left it, and could take rank 0 for the culprit."""
     exchange = _met()
     store = dist.distributed_c10d._get_default_store()
@@ -77,7 +77,7 @@ def test_killed_rank_is_named_with_its_host_by_all_and_nobody_else_is():
     assert two.value.startswith(f"no answer from rank 1 (host {HOST}) of 3 (as rank 0 found) after"), two
 
 
-def _rank_0_takes_the_store_with_it(rank: int, world_size: int) -> str:
+def _rank_0_takes_the_store_with_it(rank, world_size):
     _store_of_rank_0(rank, world_size)
     exchange = _met()
     exchange._timeout = timedelta(seconds=2)
@@ -94,7 +94,7 @@ def test_loss_of_rank_0_with_the_store_names_rank_0():
         assert other.value.startswith(f"no answer from rank 0 (host {HOST}) of 3, whose machine holds the store"), other
 
 
-def _rank_1_dies_in_ddp(rank: int, world_size: int) -> tuple[str, str]:
+def _rank_1_dies_in_ddp(rank, world_size):
     exchange = _met()
     model = DistributedDataParallel(torch.nn.Linear(3, 3))
     if rank == 1:

@@ -1,12 +1,10 @@
 """The published algorithm's own histories (README.md beside this file), reproduced sign by sign."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import demopt
@@ -15,7 +13,7 @@ import ranks
 
 FOLDER = Path(__file__).parent
 TENSORS = ("matrix", "wide", "vector", "short")
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "default": {"momentum_decay": 0.999, "top_k": 32, "chunk": 64, "weight_decay": 0.0},
     "schedule": {"momentum_decay": 0.99, "top_k": 8, "chunk": 64, "weight_decay": 0.0},
     "decay": {"momentum_decay": 0.9, "top_k": 4, "chunk": 32, "weight_decay": 0.1},
@@ -25,18 +23,18 @@ WORLD_SIZES = {"decay": (1, 2), "default": (1, 2, 4), "k1": (1,), "schedule": (1
 FILES = [(case, world_size) for case, sizes in WORLD_SIZES.items() for world_size in sizes]
 
 
-def load(case: str, world_size: int) -> dict[str, Tensor]:
+def load(case, world_size):
     with numpy.load(FOLDER / f"v1_{case}_w{world_size}.npz") as file:
         return {name: torch.from_numpy(file[name].copy()) for name in file.files}
 
 
-def settings(case: str) -> dict[str, Any]:
+def settings(case):
     """V1 in float64."""
     flat = {name: value for name, value in demopt.V1.items() if name != "codec"}
     return {**flat, **demopt.V1["codec"].hyperparameters(), **CASES[case], "values": "float64"}
 
 
-def reproduce(rank: int, world_size: int, case: str) -> dict[str, Any]:
+def reproduce(rank, world_size, case):
     """One rank's part of a history, with the keys of golden ones, and its fingerprints after each step.
 
     The sign of an update is read off the parameters' movement; momenta are dense, in the parameter's domain.
@@ -44,7 +42,7 @@ def reproduce(rank: int, world_size: int, case: str) -> dict[str, Any]:
     golden = load(case, world_size)
     parameters = {name: Parameter(golden[f"init.{name}"].double()) for name in TENSORS}
     optimizer = demopt.DeMo(parameters.values(), lr=1.0, **settings(case))
-    ran: dict[str, Any] = {f"update_sign.{name}": [] for name in TENSORS} | {"bytes_sent": [], "fingerprints": []}
+    ran = {f"update_sign.{name}": [] for name in TENSORS} | {"bytes_sent": [], "fingerprints": []}
     for step, lr in enumerate(golden["lr"].tolist()):
         optimizer.param_groups[0]["lr"] = lr
         before = {name: p.detach() * (1 - lr * CASES[case]["weight_decay"]) for name, p in parameters.items()}
@@ -63,7 +61,7 @@ def reproduce(rank: int, world_size: int, case: str) -> dict[str, Any]:
     return ran
 
 
-def oracle_history(case: str, world_size: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def oracle_history(case, world_size):
     """What the oracle did, as `reproduce` by rank, and where U is zero in exact arithmetic, [steps, shape].
 
     There a computed sign is that of the rounding error of one machine's cosines. With K = 1 an element of U is a
@@ -76,7 +74,7 @@ def oracle_history(case: str, world_size: int) -> tuple[list[dict[str, Tensor]],
     for step, group["lr"] in enumerate(golden["lr"].tolist()):
         truth.step([[golden[f"grad.{name}"][rank, step].double() for name in TENSORS] for rank in range(world_size)])
         aggregates.append([*truth.aggregates])
-    ran: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
+    ran = [{} for _ in range(world_size)]
     zeros = {}
     for number, name in enumerate(TENSORS):
         of_steps = [U[number] for U in aggregates]
@@ -88,7 +86,7 @@ def oracle_history(case: str, world_size: int) -> tuple[list[dict[str, Tensor]],
     return ran, zeros
 
 
-def assert_reproduced(golden: dict[str, Tensor], ran: dict[str, Tensor], zeros: dict[str, Tensor], rank: int) -> None:
+def assert_reproduced(golden, ran, zeros, rank):
     """Every sign, every parameter that has not moved by a sign of rounding errors, and the momenta.
 
     Those to float32's precision at the size that momenta have: the files were rounded before the last feedback.

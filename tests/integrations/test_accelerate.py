@@ -1,7 +1,6 @@
 """demopt.integrations.accelerate: save_state and load_state, with a file per rank."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from accelerate import Accelerator
 from demopt.integrations.accelerate import register
 
 
-def _built() -> tuple[Accelerator, nn.Module, list[Any]]:
+def _built():
     """Also a model of two layers, one trained by LocalDeMo, one by DeMo, as Accelerate has prepared them."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
@@ -33,7 +32,7 @@ def _built() -> tuple[Accelerator, nn.Module, list[Any]]:
     return accelerator, model, optimizers
 
 
-def _resumed(rank: int, world_size: int, folder: str, save: bool) -> tuple[list[int], list[str]]:
+def _resumed(rank, world_size, folder, save):
     """The fingerprints after five steps, and the files of a save in their midst."""
     with accelerate_rank(rank, world_size):
         accelerator, model, optimizers = _built()
@@ -45,7 +44,7 @@ def _resumed(rank: int, world_size: int, folder: str, save: bool) -> tuple[list[
         return _train(model, optimizers, range(2, 5), rank), sorted(path.name for path in Path(folder).iterdir())
 
 
-def _train(model: nn.Module, optimizers: list[Any], steps: range, rank: int) -> list[int]:
+def _train(model, optimizers, steps, rank):
     """The fingerprints after these steps."""
     for step in steps:
         problems.set_gradients(model.parameters(), step, rank)
@@ -77,7 +76,7 @@ def test_more_or_fewer_ranks_take_their_shares_and_a_missing_or_damaged_file_is_
         ranks.run(_resumed, 1, str(tmp_path), False)
 
 
-def _saved_between_rounds(rank: int, world_size: int, folder: str) -> tuple[bool, list[str], list[int]]:
+def _saved_between_rounds(rank, world_size, folder):
     """Whether the model's file has the global weights, the warnings of saving, and the resumed fingerprints."""
     with accelerate_rank(rank, world_size):
         accelerator, model, optimizers = _built()

@@ -16,7 +16,7 @@ PYTHON, TORCHRUN = "python", "torchrun"
 GUESSING = 5.5  # the loss, in nats a byte, of one who knows nothing: ln 256
 # how it starts two ranks, its options for fewer steps, the middle of which is not the end of a round, and the packages
 # that it needs
-SCRIPTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+SCRIPTS = {
     "raw_loop": (TORCHRUN, ("--steps", "8"), ()),
     "hf_trainer": (TORCHRUN, ("--steps", "8"), ("transformers", "accelerate")),
     "lora": (TORCHRUN, ("--steps", "8"), ("transformers", "peft")),
@@ -27,7 +27,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _run(name: str, folder: Path, *options: str) -> list[tuple[float, str, str]]:
+def _run(name, folder, *options):
     """What two ranks tell: the part of the steps that was done before, their last loss, and their fingerprint."""
     launcher, steps, _ = SCRIPTS[name]
     script, arguments = EXAMPLES / f"{name}.py", [*steps, "--out", str(folder / "out"), *options]

@@ -1,7 +1,5 @@
 """demopt.integrations.lightning; examples/lightning_strategy.py trains and resumes with it."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from demopt.integrations.lightning import DeMoStrategy
 
 def test_strategy_refuses_another_optimizer():
     class Module(lightning.LightningModule):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.AdamW([nn.Parameter(torch.ones(2))])
 
     trainer = lightning.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False)
@@ -32,22 +30,22 @@ def test_strategy_refuses_another_optimizer():
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path, monkeypatch):
     """One rank suffices: its local weights, too, differ from the global ones between rounds."""
-    seen = list[Any]()
+    seen = []
 
     class Module(lightning.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
-        def training_step(self, rows: torch.Tensor, number: int) -> Any:
+        def training_step(self, rows, number):
             return self.layer(rows).square().mean()
 
-        def validation_step(self, rows: torch.Tensor, number: int) -> None:
+        def validation_step(self, rows, number):
             optimizer = self.trainer.optimizers[0]
             entry = optimizer.state[self.layer.weight]
             seen.append((self.layer.weight.detach().clone(), entry["global"].clone(), entry["local"].clone()))
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():

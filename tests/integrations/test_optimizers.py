@@ -9,25 +9,22 @@ import io
 import re
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import problems
 import ranks
 from demopt import FolderExchange, LocalDeMo
-from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
 
 DRAWING = threading.Lock()
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-LR: dict[str, float] = {"Prodigy": 1.0}
+LR = {"Prodigy": 1.0}
 #: By module and class, how it is built where `(parameters, lr=)` does not do.
-SPECIAL: dict[str, Callable[[Any, Any], Any]] = {
+SPECIAL = {
     "torch.optim.Muon": lambda kind, model: kind([model[0].weight, model[2].weight], lr=1e-2),
     "pytorch_optimizer.Muon": lambda kind, model: kind([{"params": [*model.parameters()], "use_muon": False}], lr=1e-2),
     "pytorch_optimizer.Lookahead": lambda kind, model: kind(torch.optim.SGD(model.parameters(), lr=1e-2)),
@@ -46,7 +43,7 @@ REASONS = {
 }
 
 
-def rows() -> dict[str, list[str]]:
+def rows():
     """What the page's table says of each class."""
     found = {}
     for line in PAGE.read_text().partition("## Optimizers")[2].partition("\n## ")[0].splitlines():
@@ -56,7 +53,7 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def build(name, model):
     module, _, attribute = name.rpartition(".")
     found = importlib.import_module(module)
     if module == "heavyball":
@@ -67,19 +64,19 @@ def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return kind(model.parameters(), lr=LR.get(attribute, 1e-2))
 
 
-def wrapped(name: str, group: Any, seed: int = 0) -> tuple[nn.Module, LocalDeMo]:
+def wrapped(name, group, seed=0):
     with DRAWING:  # the seed is that of the whole process, and ranks are threads
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
     return model, LocalDeMo(build(name, model), sync_every=2, process_group=group)
 
 
-def train(model: nn.Module, optimizer: LocalDeMo, steps: range, rank: int) -> list[float]:
+def train(model, optimizer, steps, rank):
     losses = []
     for step in steps:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * step + rank))
 
-        def closure(x: Tensor = x) -> Tensor:
+        def closure(x=x):
             optimizer.zero_grad()
             loss = (model(x) - x.flip(1)).square().mean()
             loss.backward()
@@ -90,7 +87,7 @@ def train(model: nn.Module, optimizer: LocalDeMo, steps: range, rank: int) -> li
     return losses
 
 
-def _trained(exchange: Exchange, name: str) -> tuple[int, bool, str]:
+def _trained(exchange, name):
     """The last fingerprint, whether a resumed run has the bits of the one that goes on, and how it consolidates."""
     model, optimizer = wrapped(name, exchange)
     losses = train(model, optimizer, range(30), exchange.rank)
@@ -111,7 +108,7 @@ def _trained(exchange: Exchange, name: str) -> tuple[int, bool, str]:
     return mark, resumed.fingerprint() == mark, consolidates
 
 
-def _joined(name: str) -> str:
+def _joined(name):
     store = ObjectStore()
     runs = [FolderExchange(store, late=0.0, patience=0.0, checkpoint_every=2) for _ in range(2)]
     (model, first), (other, second) = wrapped(name, runs[0]), wrapped(name, runs[1], seed=1)
@@ -124,7 +121,7 @@ def _joined(name: str) -> str:
     return "yes" if store.list("moments") else "yes, without its moments"
 
 
-def found_out(name: str) -> list[str]:
+def found_out(name):
     """What the page says of a class: trains, resumes, joins, consolidates."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

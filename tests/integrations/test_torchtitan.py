@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -15,14 +15,14 @@ import ranks
 from demopt.checkpoint import OptimizerState
 
 
-def _gradient(rank: int, world_size: int) -> Tensor:
+def _gradient(rank, world_size):
     """The gradient of a replica of two ranks, whose gradients torchtitan wants to have summed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchtitan's own
         from demopt.integrations.torchtitan import parallelize
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
 
-    def torchtitan_fn(model: nn.Module) -> nn.Module:
+    def torchtitan_fn(model):
         fully_shard(model, mesh=mesh)
         model.set_gradient_divide_factor(1.0)
         return model

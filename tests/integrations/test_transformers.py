@@ -2,7 +2,6 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,14 +46,14 @@ def test_callback_refuses_jit_checkpoints_and_the_trainers_default_optimizer(kin
         DeMoCallback().on_train_begin(arguments, TrainerState(), TrainerControl(), **parts)
 
 
-def _model() -> Any:
+def _model():
     torch.manual_seed(0)
     small = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(**small, **rates, bos_token_id=0, eos_token_id=0))
 
 
-def _trained(rank: int, world_size: int, rows: list[dict[str, torch.Tensor]], over_all_ranks: bool, out: str) -> Any:
+def _trained(rank, world_size, rows, over_all_ranks, out):
     """The weights after a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
     everything = {"update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "values": "float32", "reduction": "mean"}
     with accelerate_rank(rank, world_size):
@@ -86,17 +85,17 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks,
         assert apart < 1e-5 if over_all_ranks else apart > 1e-3
 
 
-def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[list[float], tuple[str, float], float]:
+def _evaluated(rank, world_size, out, strategy):
     """The sums of weights at each evaluation, in the last checkpoint with its name, and in the model after training.
 
     `strategy`: of saving; or the hook of a callback after ours, which decides to evaluate and save.
     """
-    seen = list[float]()
+    seen = []
 
-    def look(*given: Any, model: Any, **parts: Any) -> None:
+    def look(*given, model, **parts):
         seen.append(parameters_to_vector(model.parameters()).detach().double().sum().item())
 
-    def decide(args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def decide(args, state, control, **parts):
         control.should_evaluate = control.should_save = state.global_step in (3, 5)
 
     other = TrainerCallback()
@@ -113,7 +112,7 @@ def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[lis
             data_seed=0, logging_steps=1,
         )  # fmt: skip
 
-        def trained(resumed: str | None) -> tuple[Any, Trainer]:
+        def trained(resumed):
             model = _model()
             optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
             data = {"train_dataset": rows, "eval_dataset": rows[:4]}

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor
 
 import hatch_build
 import problems
@@ -19,10 +18,10 @@ from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import chunking
 from demopt.core.rounding import decay_and_add
 from demopt.core.rules import sign
-from demopt.exchange import Exchange, SingleRank
+from demopt.exchange import SingleRank
 from demopt.kernels import step
 from demopt.kernels.gate import LIBRARY, library
-from demopt.kernels.step import Kernel, Received, received_signs, received_strongest
+from demopt.kernels.step import Kernel, received_signs, received_strongest
 from demopt.wire.coefficients import SignBits, encode_signs
 from demopt.wire.quantizers import scale_code
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed 
 SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3), (3, 100), (8, 128)]
 
 
-def _built_levels() -> list[int]:
+def _built_levels():
     loaded = ctypes.CDLL(str(LIBRARY)) if LIBRARY.exists() else None
     return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_extract_v{level}")]
 
@@ -50,7 +49,7 @@ def level(request, monkeypatch):
 class _Scene:
     """Parameters of one shape, their chunks one after another, with the kernel for them and the bases of core."""
 
-    def __init__(self, shape: tuple[int, ...], count: int, name: str = "dct", keep: int | None = None) -> None:
+    def __init__(self, shape, count, name="dct", keep=None):
         whole = chunking(shape, 64)
         r, c = whole.chunk_shape
         torch.manual_seed(r * c)
@@ -60,7 +59,7 @@ class _Scene:
         self.unit = exact.basis_unit(name, r) * exact.basis_unit(name, c)
         self.kernel = Kernel([whole] * count, self.bases, self.integer_bases, self.unit, keep)
 
-    def accumulated(self, momentum: Tensor, tensors: list[Tensor | None]) -> Tensor:
+    def accumulated(self, momentum, tensors):
         """What core makes of the momentum."""
         chunks, expected = torch.zeros(self.chunks), momentum.clone()
         for tensor, part in zip(tensors, chunks, strict=True):
@@ -70,7 +69,7 @@ class _Scene:
         transform.accumulate(expected, flat, self.bases, torch.empty_like(flat), (0.9, 0.5))
         return expected
 
-    def assert_applies(self, received: Received, Q: Tensor, units: Tensor, sent: Tensor) -> None:
+    def assert_applies(self, received, Q, units, sent):
         """The kernel moves parameters, and decodes, to the bits of core, which reduced to Q [C, N] in units [C]."""
         U = Q.view(-1, *self.chunks[2:])
         units = units * math.prod(exact.inverse(U, self.integer_bases, torch.empty_like(U))) * self.unit
@@ -139,7 +138,7 @@ def test_apply_of_the_strongest_gives_the_bits_of_core(level, shape, name, world
         scene.assert_applies(received, pair[0], units, (codes != 0).any(0))
 
 
-def _sign_bits(values_WCN: Tensor) -> SignBits:
+def _sign_bits(values_WCN):
     encoded = [encode_signs(values_CN) for values_CN in values_WCN]
     signs_WCS, scale_WC = (torch.stack(parts) for parts in zip(*encoded, strict=True))
     return SignBits(signs_WCS, length=values_WCN.shape[2], codes=scale_code(scale_WC))
@@ -211,7 +210,7 @@ def test_answer_is_the_error_plus_the_mean(level, length):
 def test_rank_without_kernels_stays_equal(update):
     """With parameters of two dtypes; the order of their elements in memory does not matter either."""
 
-    def trained(exchange: Exchange) -> problems.History:
+    def trained(exchange):
         parameters = problems.parameters(problems.SHAPES, torch.bfloat16) + problems.parameters(problems.SHAPES, seed=1)
         kernels = "torch" if exchange.rank == 1 else "auto"
         if kernels == "torch":
@@ -225,7 +224,7 @@ def test_rank_without_kernels_stays_equal(update):
     problems.assert_replicas(ranks.threads(trained, 3))
 
 
-def _signs_of_many_chunks() -> Tensor:
+def _signs_of_many_chunks():
     gradient, momentum = torch.ones(1024, 1024), torch.zeros(256, 64, 64)
     gradient[::3] = -1
     _Scene((1024, 1024), 1).kernel.extract([gradient], None, momentum, (0.5, 0.5))
@@ -233,9 +232,9 @@ def _signs_of_many_chunks() -> Tensor:
 
 
 def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatch):
-    expected, start, started = _signs_of_many_chunks(), threading.Thread.start, list[threading.Thread]()
+    expected, start, started = _signs_of_many_chunks(), threading.Thread.start, []
 
-    def start_one(thread: threading.Thread) -> None:
+    def start_one(thread):
         started.append(thread)
         if len(started) > 1:
             raise RuntimeError("can't start new thread")
@@ -249,9 +248,9 @@ def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatc
 
 def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch):
     """The memory that such a thread uses is freed."""
-    join, awaited, end = threading.Thread.join, list[threading.Thread](), threading.Event()
+    join, awaited, end = threading.Thread.join, [], threading.Event()
 
-    def interrupted(thread: threading.Thread) -> None:
+    def interrupted(thread):
         awaited.append(thread)
         signal.raise_signal(signal.SIGINT)
         end.set()

@@ -1,16 +1,12 @@
 """No tensor gets to C that is not what C takes it for: a wrong one is refused in words, or gives the right bits."""
 
 import ast
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import Parameter
 
 import demopt
 import problems
@@ -24,14 +20,14 @@ from demopt.kernels.step import Kernel, received_signs, received_strongest
 pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed without a C compiler")
 
 
-def _without_memory(tensor: Tensor, part: int = 1) -> Tensor:
+def _without_memory(tensor, part=1):
     """The second half of its memory is freed, or all."""
     left = tensor.clone()
     left.untyped_storage().resize_(left.untyped_storage().nbytes() * part // 2)
     return left
 
 
-MUTATIONS: dict[str, Callable[[Tensor], Any]] = {
+MUTATIONS = {
     "shorter": lambda each: each[:-1].clone(),
     "longer": lambda each: torch.cat((each, each)),
     "narrower": lambda each: each[..., :-1].contiguous(),
@@ -63,53 +59,53 @@ R, C = WHOLE.chunk_shape
 COUNT = 2 * WHOLE.chunks
 
 
-def _random(*shape: int) -> Tensor:
+def _random(*shape):
     return problems.draw(shape, 3)
 
 
-def _matrices(*names: str) -> dict[str, Tensor]:
+def _matrices(*names):
     return {name: _random(33, 20) for name in names}
 
 
-def _strongest() -> dict[str, Tensor]:
+def _strongest():
     positions = torch.arange(3).expand(2, COUNT, 3).contiguous()
     return {"positions": positions, "levels": torch.ones_like(positions), "codes": torch.full((2, COUNT), 2000)}
 
 
-def _signs(ranks: int = 2) -> dict[str, Tensor]:
+def _signs(ranks=2):
     signs = torch.randint(0, 256, (ranks, COUNT, (R * C + 7) // 8), generator=torch.Generator().manual_seed(0))
     return {"signs": signs.to(torch.uint8), "codes": torch.full((ranks, COUNT), 2000)}
 
 
-def _kernel(keep: int | None = None) -> Kernel:
+def _kernel(keep=None):
     bases = transform.basis("dct", R, torch.float32), transform.basis("dct", C, torch.float32)
     return Kernel([WHOLE] * 2, bases, bases, 1.0, keep)
 
 
-def _extract(keep: int | None, given: dict[str, Tensor]) -> Any:
+def _extract(keep, given):
     gradients = [given["gradient"], given["gradient 2"]]
     return _kernel(keep).extract(gradients, [given["minus"], None], given["momentum"], (0.9, 0.5))
 
 
-def _apply(received: step.Received, given: dict[str, Tensor]) -> None:
+def _apply(received, given):
     _kernel().apply([given["parameter"], given["parameter 2"]], received, False, (1.0, -0.1))
 
 
-def _of_strongest(given: dict[str, Tensor]) -> step.Received:
+def _of_strongest(given):
     return received_strongest(given["positions"], given["levels"], given["codes"], 1, "senders")
 
 
-def _of_signs(given: dict[str, Tensor]) -> step.Received:
+def _of_signs(given):
     return received_signs(given["signs"], given["codes"], (1, 2))
 
 
-INPUTS: dict[str, Tensor] = {**_matrices("gradient", "gradient 2", "minus"), "momentum": _random(COUNT, R, C)}
+INPUTS = {**_matrices("gradient", "gradient 2", "minus"), "momentum": _random(COUNT, R, C)}
 PARAMETERS = _matrices("parameter", "parameter 2")
 OUT = {"out": _random(COUNT, R, C)}
 ASCENDING = torch.tensor([[1, 6, 7, 12], [0, 1, 2, 15]])
 
 #: Each entry to C: the arguments of a right call, of which those of WRITTEN are written to; and the call.
-ENTRIES: dict[str, tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]] = {
+ENTRIES = {
     "extract strongest": (INPUTS, lambda given: _extract(5, given)),
     "extract signs": (INPUTS, lambda given: _extract(None, given)),
     "apply strongest": (PARAMETERS | _strongest(), lambda given: _apply(_of_strongest(given), given)),
@@ -138,11 +134,11 @@ ENTRIES: dict[str, tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]]
 WRITTEN = {"momentum", "parameter", "parameter 2", "out", "sum"}
 
 
-def _copies(entry: str) -> dict[str, Tensor]:
+def _copies(entry):
     return {name: tensor.clone() for name, tensor in ENTRIES[entry][0].items()}
 
 
-def _outcome(entry: str, given: dict[str, Tensor]) -> list[Tensor]:
+def _outcome(entry, given):
     """What the call returns and writes."""
     found = ENTRIES[entry][1](given)
     returned = [found] if torch.is_tensor(found) else found or []
@@ -193,7 +189,7 @@ def test_tensors_that_share_memory_with_a_written_one_are_refused(entry, written
 SHAPES = [(33, 20), (40,), (2, 3, 5)]
 
 
-def _make(kind: str, kernels: str = "auto", shapes: Any = SHAPES) -> tuple[Any, list[Parameter]]:
+def _make(kind, kernels="auto", shapes=SHAPES):
     """An optimizer, and its parameters."""
     more = {"exchange": SingleRank(), "shapes": shapes, "kernels": kernels}
     optimizer = problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
@@ -204,7 +200,7 @@ def _make(kind: str, kernels: str = "auto", shapes: Any = SHAPES) -> tuple[Any, 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which, name, kernels):
     replicator = _make("DeMo", kernels)[0].replicator
-    gradients: list[Any] = [problems.draw(shape, 5) for shape in SHAPES]
+    gradients = [problems.draw(shape, 5) for shape in SHAPES]
     before = [entry["momentum"].clone() for entry in replicator.state.values()]
     try:
         gradients[which] = MUTATIONS[name](gradients[which])
@@ -275,8 +271,7 @@ def test_parameters_of_another_dtype_since_train_on(kind, dtype):
             problems.set_gradients(parameters, number)
             optimizer.step()
         ends.append([parameter.detach() for parameter in parameters])
-    for left, right in zip(*ends, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(*ends, rtol=1e-2, atol=1e-2)
 
 
 def test_parameters_that_share_memory_have_the_bits_of_torch():

@@ -2,10 +2,8 @@
 
 import math
 import sysconfig
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +12,11 @@ import typer.testing
 from laboratory.compare.__main__ import compare
 from laboratory.compare.figures import collect
 from laboratory.compare.jobs import read_text
-from laboratory.compare.run import Row, Run, Scale, Source, carry_out
+from laboratory.compare.run import Run, Scale, Source, carry_out
 from laboratory.compare.store import read_rows
 from laboratory.compare.studies import Entry, Study
 from laboratory.compare.tuning import Plan, best_rate, missing
 from laboratory.simulation.experiment import Experiment
-from laboratory.simulation.workers import Cost
 
 ENTRY = Entry("one", "adamw", {}, lr=1e-3)
 STUDY = Study("methods", "Which?", (ENTRY,))
@@ -28,20 +25,20 @@ TEXT = Path(sysconfig.get_path("stdlib"), "calendar.py")
 TINY = Scale(steps=6, workers=2, batch=2, layers=1, width=32, sequence=16, warmup=2, eval_sequences=4)
 
 
-def plan(**more: Any) -> Plan:
+def plan(**more):
     return Plan(STUDY, Scale(), SOURCE, **{"seeds": (0, 1), **more})
 
 
-def row(run: Run, loss: float | None) -> Row:
+def row(run, loss):
     point = {"step": run.scale.steps, "val_loss": loss, "sent_bytes": 10, "received_bytes": 20}
     counts = {"payload_bytes": 5, "sent_bytes": 10, "received_bytes": 20}
     return {"key": run.key, "name": run.entry.name, "command": "", "val_loss": loss, "curve": [point], **counts}
 
 
-def carry_on(chosen: Plan, loss: Callable[[float], float | None]) -> tuple[dict[str, Row], list[Run]]:
+def carry_on(chosen, loss):
     """All runs of a plan, whose losses are `loss(lr)`: rows, and runs in the order of their doing."""
-    rows: dict[str, Row] = {}
-    done: list[Run] = []
+    rows = {}
+    done = []
     while todo := missing(chosen, rows):
         done += todo
         rows |= {run.key: row(run, loss(run.lr)) for run in todo}
@@ -63,10 +60,10 @@ def test_tuning_leaves_a_given_rate_alone(more, lr):
 
 
 def test_a_run_is_known_by_all_that_determines_it():
-    facts: dict[str, Any] = {"study": "a", "entry": ENTRY, "lr": 1e-3, "seed": 0, "scale": Scale(), "source": SOURCE}
+    facts = {"study": "a", "entry": ENTRY, "lr": 1e-3, "seed": 0, "scale": Scale(), "source": SOURCE}
     same = {"study": "b", "entry": replace(ENTRY, name="another", lr=5.0), "source": replace(SOURCE, paths=("x",))}
     assert Run(**facts).key == Run(**{**facts, **same}).key
-    others: list[dict[str, Any]] = [
+    others = [
         {"seed": 1}, {"lr": 2e-3}, {"scale": Scale(clip=0.5)}, {"source": Source("u")},
         {"entry": replace(ENTRY, settings={"weight_decay": 0.0})}, {"scale": Scale(workers=8)},
     ]  # fmt: skip
@@ -88,7 +85,7 @@ def test_figures_are_means_and_spreads_over_seeds_and_bytes_per_step(diverged):
     assert collect(chosen, {runs[0].key: row(runs[0], 1.0)}) == []  # one seed is missing
 
 
-def run_command(*words: str) -> typer.testing.Result:
+def run_command(*words):
     app = typer.Typer()
     app.command()(compare)
     threads = torch.get_num_threads()
@@ -136,7 +133,7 @@ def test_an_interrupted_run_goes_on_to_the_same_record(method, settings, tmp_pat
     whole = carry_out(run, corpus, torch.device("cpu"))
     steps = []
 
-    def step(self: Experiment, number: int) -> tuple[float, Cost]:
+    def step(self, number):
         if steps.count(13) == 0 and number == 13:
             steps.append(13)
             raise KeyboardInterrupt

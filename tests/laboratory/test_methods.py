@@ -6,10 +6,8 @@ Simulated workers end with the weights, momenta and bytes of real ranks, bit for
 import functools
 import json
 import sysconfig
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from laboratory.network import steps
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.experiment import Experiment
 from laboratory.simulation.local_demo import LocalDeMoWorkers
-from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
+from laboratory.simulation.workers import Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
 from laboratory.training import TrainConfig, build, load_corpus
 
 P, W, RATE = 96, 3, 0.1
@@ -35,7 +33,7 @@ close = torch.testing.assert_close
 Gradients = list[list[Tensor]]  # by step and worker
 
 
-def layer() -> Any:
+def layer():
     """A 12 x 8 matrix of ones as the only parameter of a model."""
     found = torch.nn.Linear(8, 12, bias=False)
     torch.nn.init.ones_(found.weight)
@@ -43,16 +41,16 @@ def layer() -> Any:
 
 
 random = torch.Generator().manual_seed(0)
-GRADIENTS: Gradients = [[torch.randn(12, 8, generator=random) for _ in range(W)] for _ in range(2)]
+GRADIENTS = [[torch.randn(12, 8, generator=random) for _ in range(W)] for _ in range(2)]
 
 
-def start(make: Callable[..., Any], clip: float = 0.0, **settings: Any) -> tuple[Any, Any]:
+def start(make, clip=0.0, **settings):
     """The matrix, and the method that trains it."""
     model = layer()
     return model, make(SimulatedWorkers(model, W, clip), **settings)
 
 
-def walk(method: Method, given: list[Tensor], lr: float = RATE) -> Cost:
+def walk(method, given, lr=RATE):
     """Takes one step with given gradients."""
     method.begin(lr)
     for rank, gradient in enumerate(given):
@@ -63,7 +61,7 @@ def walk(method: Method, given: list[Tensor], lr: float = RATE) -> Cost:
     return cost
 
 
-def quantised(tensor: Tensor) -> Tensor:
+def quantised(tensor):
     places, means = quantise(tensor)
     return means[places].view_as(tensor)
 
@@ -111,7 +109,7 @@ def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits():
     assert (cost.payload_bytes, cost.received_bytes) == (P // 4 + 20, all_gather_bytes(P // 4 + 20, W))
 
 
-def raced(rank: int, world_size: int, settings: dict[str, Any]) -> Tensor:
+def raced(rank, world_size, settings):
     """MuLoCo in 2 bits, as it takes part in the race on links."""
     model = layer()
     method = steps.make(Entry("", "muloco", {"momentum": 0.95, **settings}, 0.0), model, None)
@@ -188,7 +186,7 @@ LR, STEPS = 1e-2, 8  # with H = 3: two rounds, and a last one after two steps
 DEMO = {"chunk": 16, "top_k": 12, "momentum_decay": 0.9, "fingerprint_every": 3}
 LOCAL = {"sync_every": 3, "chunk": 16, "top_k": 12, "fingerprint_every": 2}
 INNER = functools.partial(demopt.muon_adamw, lr=1.0)  # the method sets its rates
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "DeMo": DEMO,
     "DeMo, adamw": {**DEMO, "update": "adamw"},
     "DeMo, floats": {**DEMO, "values": "float32", "update": "nesterov", "reduction": "mean"},
@@ -200,12 +198,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def network() -> torch.nn.Sequential:
+def network():
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
 
 
-def compute_gradients(model: Any, case: str, step: int, rank: int, bad: bool) -> None:
+def compute_gradients(model, case, step, rank, bad):
     """Worker `rank`'s, of its own data.
 
     With `bad` a gradient of rank 1 is not finite in step 2, and under LocalDeMo one of its weights in step 4.
@@ -219,18 +217,18 @@ def compute_gradients(model: Any, case: str, step: int, rank: int, bad: bool) ->
         model[0].bias.data[0] = float("inf")
 
 
-def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+def weights_of(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any]:
+def on_a_rank(rank, world_size, case, bad):
     model, settings = network(), CASES[case]
     local = case.startswith("LocalDeMo")
     if local:
-        optimizer: Any = demopt.LocalDeMo(demopt.muon_adamw(model, LR), **settings)
+        optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, LR), **settings)
     else:
         optimizer = demopt.DeMo(model.parameters(), lr=LR, **settings)
-    found: dict[str, Any] = {"traffic": []}
+    found = {"traffic": []}
     for step in range(STEPS):
         compute_gradients(model, case, step, rank, bad)
         optimizer.step()
@@ -252,7 +250,7 @@ def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any
     return found
 
 
-def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
+def simulated(world_size, case, bad):
     """The same of each simulated worker."""
     workers, local = SimulatedWorkers(network(), world_size), case.startswith("LocalDeMo")
     method = LocalDeMoWorkers(workers, INNER, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])

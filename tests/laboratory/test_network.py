@@ -109,7 +109,7 @@ def test_machines_of_a_killed_process_are_swept_away():
         process.stdout.readline()
         process.kill()
 
-    def left() -> list[str]:
+    def left():
         told = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         return [word for word in told.split() if word.startswith(f"{machines.PREFIX}{process.pid}")]
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from demopt.optim.local_weights import LocalWeights
 
 
 @pytest.fixture(autouse=True, params=["beside", "on the host"])
-def _state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _state(request, monkeypatch):
     """On the host: the parameters count as those of an accelerator, so that all that differs is done.
 
     tests/accelerator has a device that is really another one.
@@ -16,7 +15,7 @@ def _state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "on the host":
         init = LocalWeights.__init__
 
-        def on_the_host(self: LocalWeights, parameters: list[Tensor], _: object = None) -> None:
+        def on_the_host(self, parameters, _=None):
             init(self, parameters, torch.device("cpu"))
 
         monkeypatch.setattr(LocalWeights, "__init__", on_the_host)

@@ -6,21 +6,18 @@ Their settings are what a user gave: neither the state that they keep in groups,
 import copy
 import enum
 import threading
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 import problems
 import ranks
 from demopt import DeMo, FolderExchange, LocalDeMo, SettingsError
-from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
 
@@ -30,13 +27,13 @@ from problems import fingerprints as train
 class Sam(torch.optim.SGD):
     """Climbs along the gradient, has the closure compute the one there, and descends from where it was."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, lr=0.1, momentum=0.5)
         self.base = torch.optim.SGD(self.param_groups)
         self.passes = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         assert closure is not None
         climbs = [0.05 * p.grad for p in self.param_groups[0]["params"]]
         torch._foreach_add_(self.param_groups[0]["params"], climbs)
@@ -47,13 +44,13 @@ class Sam(torch.optim.SGD):
         return loss
 
 
-def _sam(exchange: Exchange) -> tuple[int, int, list[float]]:
+def _sam(exchange):
     optimizer = problems.local(exchange, [(8, 8)], Sam, sync_every=2)
     (weight,), losses = problems.all_parameters(optimizer), []
     for step in range(6):
         x = problems.draw((4, 8), exchange.rank, step)
 
-        def closure(x: Tensor = x) -> Tensor:
+        def closure(x=x):
             optimizer.zero_grad()
             loss = (x @ weight - x).square().mean()
             loss.backward()
@@ -80,14 +77,14 @@ def test_sam_gets_the_closure_in_its_step():
 class Lookahead(torch.optim.SGD):
     """Every `every` steps, goes halfway back to slow weights; `lazily`: to those of the first time."""
 
-    def __init__(self, parameters: Any, every: int = 2, lazily: bool = True) -> None:
+    def __init__(self, parameters, every=2, lazily=True):
         super().__init__(parameters, lr=0.1)
         self.every, self.steps = every, 0
         for p in self.param_groups[0]["params"] if not lazily else ():
             self.state[p]["slow"] = p.detach().clone()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         super().step()
         self.steps += 1
         for p in self.param_groups[0]["params"] if self.steps % self.every == 0 else ():
@@ -98,11 +95,11 @@ class Lookahead(torch.optim.SGD):
 class Holding(torch.optim.SGD):
     """As timm's Lookahead: the optimizer inside it has the state."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
         self.base = Lookahead(self.param_groups[0]["params"])
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.base.step()
 
 
@@ -140,23 +137,23 @@ def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs
 class Apart(torch.optim.SGD):
     """State of no parameter, as MADGRAD's; apart from all state, as Ranger21's; no given rate, as Adafactor's."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
         self.param_groups[0]["lr"] = None
         self.state["k"], self.steps = torch.zeros(1), 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.steps += 1
         self.state["k"] += 1
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad, alpha=0.1 * float(self.state["k"]) / self.steps**2)
             self.state[p].update(before=p.data, cache={})  # the same memory, as SAM's: no copy; and an empty dict
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {**super().state_dict(), "steps": self.steps}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.steps = state_dict.pop("steps")
         super().load_state_dict(state_dict)
 
@@ -189,7 +186,7 @@ def test_numbers_in_the_state_of_an_inner_optimizer_are_resumed_and_lent_in_thei
 
 
 def test_group_that_an_inner_optimizer_was_given_is_in_every_ranks_next_round():
-    def work(exchange: Exchange) -> int:
+    def work(exchange):
         *first, last = problems.parameters([(4, 4), (4,), (2, 2)])
         optimizer = LocalDeMo([problems.SGD([each]) for each in first], sync_every=1, process_group=exchange)
         train(optimizer, range(2), exchange.rank)
@@ -224,7 +221,7 @@ def test_rates_of_a_scheduler_and_those_written_after_an_inner_optimizer_was_loa
 
 
 #: What an inner optimizer does with each gradient before its step, as Muon and nanochat's.
-COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
+COLLECTIVES = {
     "all_reduce": lambda gradient: dist.all_reduce(gradient),
     "broadcast": lambda gradient: dist.broadcast(gradient, 0),
     "all_gather": lambda gradient: dist.all_gather([torch.empty_like(gradient) for _ in range(2)], gradient),
@@ -235,13 +232,13 @@ COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
 class Communicating(torch.optim.SGD):
     collective: str
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             COLLECTIVES[self.collective](parameter.grad)
         super().step()
 
 
-def _communicating(rank: int, world_size: int, collective: str, delay: int) -> list[str]:
+def _communicating(rank, world_size, collective, delay):
     optimizer = problems.local(inner=lambda p: Communicating(p, lr=0.1), sync_every=2, delay=delay)
     optimizer.inner[0].collective = collective
     return problems.warned(lambda: train(optimizer, range(6), rank))
@@ -258,7 +255,7 @@ def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(collect
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay):
-    def work(exchange: Exchange) -> list[int]:
+    def work(exchange):
         first, second = problems.parameters([(32, 16), (20,)])
         optimizer = LocalDeMo(problems.ADAMW([first]), sync_every=3, delay=delay, process_group=exchange)
         marks = train(optimizer, range(4), exchange.rank)
@@ -275,7 +272,7 @@ def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay):
     assert len({*one}) > 3
 
 
-def _replaced(rank: int, world_size: int, kind: str) -> None:
+def _replaced(rank, world_size, kind):
     torch.manual_seed(0)
     model, exchange = nn.Linear(4, 4), FolderExchange(ObjectStore(), late=0.0, patience=0.0)
     if kind == "DeMo":
@@ -299,25 +296,23 @@ def test_parameters_that_were_replaced_are_noticed_at_the_second_round(kind):
     ranks.run(_replaced, 1 if kind == "in a folder" else 2, kind)
 
 
-def _trained_late(rank: int, world_size: int, kind: str, frozen: bool) -> None:
-    """Rank 0 has no gradients in the first rounds, as of images without boxes, or nothing trains yet."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4).requires_grad_(not frozen)
-    settings = {} if kind == "DeMo" else {"sync_every": 1, "delay": int(kind == "delay")}
-    optimizer = problems.optimizer_of("DeMo" if kind == "DeMo" else "LocalDeMo", model.parameters(), **settings)
-    torch.manual_seed(rank)
-    for step in range(4):
-        if step == 3:
-            model.requires_grad_()
-        if step == 3 or (rank == 1 and not frozen):
-            model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()  # a warning would be an error
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "delay"])
 def test_gradients_that_come_late_on_one_rank_or_after_freezing_cause_no_warning(kind, frozen):
-    ranks.run(_trained_late, 2, kind, frozen)
+    """Rank 0 has none in the first rounds, as of images without boxes, or nothing trains yet."""
+
+    def work(exchange):
+        settings = {} if kind == "DeMo" else {"sync_every": 1, "delay": int(kind == "delay")}
+        parameters = [each.requires_grad_(not frozen) for each in problems.parameters(problems.FEW)]
+        optimizer = problems.optimizer_of(kind, parameters, process_group=exchange, **settings)
+        for step in range(4):
+            if step == 3:
+                parameters = [each.requires_grad_() for each in parameters]
+            if step == 3 or exchange.rank == 1:
+                problems.set_gradients(parameters, step, exchange.rank)
+            optimizer.step()  # a warning would be an error
+
+    ranks.threads(work, 2)
 
 
 @pytest.mark.parametrize("kind", ["autocast", "parametrized", "spectral_norm", "compiled"])
@@ -333,10 +328,10 @@ def test_swapped_weights_leave_no_cache_of_torch_stale(kind):
     optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=4)
     x = torch.randn(4, 16)
 
-    def both() -> tuple[dict[str, Tensor], Tensor]:
+    def both():
         return copy.deepcopy(model.state_dict()), run(x).detach().clone()
 
-    def caching() -> Any:
+    def caching():
         return torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else parametrize.cached()
 
     saved = copy.deepcopy(optimizer.state_dict())
@@ -361,12 +356,12 @@ def test_swapped_weights_leave_no_cache_of_torch_stale(kind):
 class Adapting(torch.optim.SGD):
     """Keeps state in its group: a counter, the d of Prodigy, which adapts to gradients, a list, and a tensor."""
 
-    def __init__(self, parameters: Any, lr: Any = 0.1) -> None:
+    def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, lr=lr, momentum=0.9)
         self.param_groups[0].update(d=1e-6, seen=[0, 0.5], norms=torch.zeros(2))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         (group,) = self.param_groups
         norm = float(sum(p.grad.norm() for p in group["params"] if p.grad is not None))
         group["step"] = group.get("step", 0) + 1
@@ -381,11 +376,11 @@ class Adapting(torch.optim.SGD):
         group["lr"] = rate
 
 
-def make(exchange: Any, lr: Any = 0.1, **settings: Any) -> LocalDeMo:
+def make(exchange, lr=0.1, **settings):
     return problems.local(exchange, inner=lambda p: Adapting(p, lr), **{"sync_every": 2, **settings})
 
 
-def adapted(optimizer: LocalDeMo) -> list[Any]:
+def adapted(optimizer):
     group = optimizer.inner[0].param_groups[0]
     in_group = optimizer.inner[0].state[group["params"][0]]["in_group"]
     return [*(group[name] for name in ("step", "d", "seen")), in_group]
@@ -394,9 +389,9 @@ def adapted(optimizer: LocalDeMo) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:rank 0 received .* bytes of states")
 @pytest.mark.parametrize("how", ["a file per rank", "a file of early 0.3.0", "consolidated", "deepcopy"])
 def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(how):
-    box: dict[str, Any] = {}
+    box = {}
 
-    def work(exchange: Exchange) -> list[Any]:
+    def work(exchange):
         optimizer = make(exchange)
         train(optimizer, range(4), exchange.rank)
         saved = optimizer.state_dict()
@@ -446,7 +441,7 @@ def test_copy_goes_on_like_the_original_also_with_state_in_groups(duplicate):
 
 
 def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_finite():
-    def work(exchange: Exchange) -> list[int]:
+    def work(exchange):
         optimizer = make(exchange)
         train(optimizer, range(4), exchange.rank)
         if exchange.rank == 1:
@@ -478,7 +473,7 @@ def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_fin
     ],
 )
 def test_a_setting_of_one_rank_is_named_at_the_first_step_and_where_it_changes(change, lr, said, delay, at):
-    def told(exchange: Exchange) -> str:
+    def told(exchange):
         optimizer = make(exchange, copy.deepcopy(lr), delay=delay)
         train(optimizer, range(at), exchange.rank)
         if exchange.rank == 1:
@@ -495,9 +490,9 @@ class Plain:
     """An object, whose text has its address."""
 
 
-def _looped() -> list[Any]:
+def _looped():
     """A list that holds itself."""
-    found: list[Any] = [1]
+    found = [1]
     found.append(found)
     return found
 
@@ -527,14 +522,14 @@ def _looped() -> list[Any]:
     ],
 )
 def test_values_without_a_text_and_equal_ones_of_other_types_stop_no_run(pair):
-    def work(exchange: Exchange) -> None:
+    def work(exchange):
         inner = torch.optim.SGD([{"params": problems.parameters(problems.FEW), "given": pair[exchange.rank]}], lr=0.1)
         train(LocalDeMo(inner, sync_every=1, process_group=exchange), range(2), exchange.rank)
 
     ranks.threads(work, 2)
 
 
-def in_folder(store: ObjectStore, **group: Any) -> LocalDeMo:
+def in_folder(store, **group):
     run = FolderExchange(store, late=0.0, patience=0.0)
     inner = Adapting(problems.parameters(problems.FEW))
     inner.param_groups[0].update(group)

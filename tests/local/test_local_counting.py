@@ -9,24 +9,22 @@ samples, each rank's part and the number of ranks are weighted by them.
 
 import copy
 import random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import oracle
 import problems
 import ranks
 from demopt import ExchangeError, LocalDeMo
-from demopt.exchange import Exchange, Threads
+from demopt.exchange import Threads
 from oracles import reference
 
 LR = 0.1
 SHAPES = [(9, 8), (5,), (3,)]
-SETTINGS: dict[str, Any] = {"sync_every": 2, "chunk": 8, "reduction": "mean", "error_decay": 1.0}
-CODECS: dict[str, dict[str, Any]] = {
+SETTINGS = {"sync_every": 2, "chunk": 8, "reduction": "mean", "error_decay": 1.0}
+CODECS = {
     "top-k": {"top_k": 12, "values": "2-bit"},
     "signs of all": {"route": "gather"},
     "two-way": {"route": "owner"},
@@ -40,7 +38,7 @@ ACTIONS += ["step with NaN", "fails", "by hand", "roll back", "copy", "load", "r
 class Ledger:
     """One rank's optimizer, and the local steps that it has taken."""
 
-    def __init__(self, exchange: Exchange, others: list[list[Exchange]], codec: str, delay: int) -> None:
+    def __init__(self, exchange, others, codec, delay):
         self.codec, self.place = codec, exchange.rank  # the place among the ranks: regroup may turn it
         self.rank, self.others, self.delay = exchange.rank, others, delay
         self.parameters = problems.parameters(SHAPES, torch.float64)
@@ -51,16 +49,16 @@ class Ledger:
         self.optimizer = self.made(self.parameters)
         self.draws = 0
 
-    def made(self, parameters: list[Parameter]) -> LocalDeMo:
+    def made(self, parameters):
         inner, samples = torch.optim.SGD(parameters, lr=LR), SAMPLES[self.codec == "unequal samples"][self.rank]
         more = {**SETTINGS, **CODECS[self.codec], "samples": samples}
         return LocalDeMo(inner, delay=self.delay, process_group=self.link, **more)
 
-    def new_link(self, turn: int = 0) -> None:
+    def new_link(self, turn=0):
         self.place = (self.place + turn) % 2
         self.link = problems.FailsWhenDue(self.others.pop()[self.place])
 
-    def step(self, bad: bool = False) -> None:
+    def step(self, bad=False):
         """A step; a rank whose gradient is bad loses its local steps since the last round."""
         self.draws += 1
         lost = bad or not self.finite
@@ -84,10 +82,10 @@ class Ledger:
                             torch.testing.assert_close(parameter, old - LR * parameter.grad, rtol=0, atol=1e-12)
 
     @property
-    def finite(self) -> bool:
+    def finite(self):
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
 
-    def pseudo_gradients(self) -> list[Tensor]:
+    def pseudo_gradients(self):
         """Of this rank since the last round; zeros where they are lost."""
         found, finite = [], self.finite
         for parameter in self.parameters:
@@ -96,11 +94,11 @@ class Ledger:
             found.append((start - parameter).detach() if finite else torch.zeros_like(parameter))
         return found
 
-    def steps(self, count: int) -> None:
+    def steps(self, count):
         for _ in range(count):
             self.step()
 
-    def act(self, action: str, actions: random.Random) -> None:
+    def act(self, action, actions):
         optimizer, replicator = self.optimizer, self.optimizer.replicator
         if action == "step":
             self.step()
@@ -141,7 +139,7 @@ class Ledger:
         else:
             self.freeze(actions.randrange(3))
 
-    def fail(self, actions: random.Random) -> None:
+    def fail(self, actions):
         """A round fails; a late one, when it should be applied."""
         in_flight = self.optimizer.replicator.round
         if in_flight is not None and in_flight.work is not None:
@@ -154,7 +152,7 @@ class Ledger:
             self.new_link()
             self.optimizer.regroup(self.link)
 
-    def freeze(self, number: int) -> None:
+    def freeze(self, number):
         """Unfreezes the last parameter; from then on, freezes one for a while, right after a round."""
         if not self.parameters[-1].requires_grad:
             self.parameters[-1].requires_grad_(True)
@@ -169,7 +167,7 @@ class Ledger:
         self.optimizer.flush()
         self.parameters[number].requires_grad_(True)
 
-    def account(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def account(self):
         """Copies of the global weights, of error and pseudo-gradient together, and of the sum of all local steps."""
         group = {**SETTINGS, "transform": "dct", "chunking": "padded"}
         moved, owed = [], []
@@ -191,7 +189,7 @@ class Ledger:
 def test_no_local_step_is_lost_or_counted_twice(seed, codec, delay):
     others = [Threads(2, timeout=100.0).exchanges for _ in range(60)]
 
-    def accounts(exchange: Exchange) -> list[Any]:
+    def accounts(exchange):
         ledger, actions, found = Ledger(exchange, list(others), codec, delay), random.Random(seed), []
         for _ in range(25):
             action = actions.choice(ACTIONS)
@@ -200,7 +198,7 @@ def test_no_local_step_is_lost_or_counted_twice(seed, codec, delay):
         return found
 
     one, other = ranks.threads(accounts, 2)
-    done: list[str] = []
+    done = []
     for (action, *first), (_, *second) in zip(one, other, strict=True):
         done.append(action)
         for moved, owed, total, same, theirs, of_theirs in zip(*first, *second, strict=True):
@@ -212,7 +210,7 @@ def test_no_local_step_is_lost_or_counted_twice(seed, codec, delay):
 
 
 def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once():
-    def regrouped(exchange: Exchange, fewer: list[Exchange]) -> None:
+    def regrouped(exchange, fewer):
         optimizer = problems.two_way(exchange, [(64, 48), (80, 16), (96,), ()], sync_every=2)
         problems.fingerprints(optimizer, range(4), exchange.rank)
         if exchange.rank == 2:

@@ -8,17 +8,15 @@ import pickle
 import signal
 import threading
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
 import ranks
 from demopt import DeMo, FolderExchange, LocalDeMo
-from demopt.exchange import Exchange, SingleRank
+from demopt.exchange import SingleRank
 from demopt.optim.local_weights import LocalWeights
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
@@ -26,12 +24,12 @@ from problems import fingerprints as train
 ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs a process group
 
 
-def make(exchange: Any = None, shapes: Any = problems.FEW, inner: Any = problems.ADAMW, **settings: Any) -> LocalDeMo:
+def make(exchange=None, shapes=problems.FEW, inner=problems.ADAMW, **settings):
     return problems.local(exchange, shapes, inner, **{"sync_every": 3, "top_k": 24, **settings})
 
 
 def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it():
-    def traffic(exchange: Exchange, delay: int, flush_after: int) -> list[tuple[int, int]]:
+    def traffic(exchange, delay, flush_after):
         optimizer, counted = make(exchange, sync_every=2, delay=delay), []
         for step in range(4):
             train(optimizer, range(step, step + 1), exchange.rank)
@@ -55,7 +53,7 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
 def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(at, settings):
     """Right after a round, in the middle of H steps, where a round comes at once, and with delay after a flush."""
 
-    def resumed(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
+    def resumed(exchange):
         whole, new = make(exchange, **settings), make(exchange, **settings)
         train(whole, range(at), exchange.rank)
         whole.flush()
@@ -89,7 +87,7 @@ def test_state_dict_between_rounds_warns_once_outside_shared():
         late.state_dict()
 
 
-def _load(optimizer: LocalDeMo, value: float) -> None:
+def _load(optimizer, value):
     with torch.no_grad():
         for parameter in problems.all_parameters(optimizer):
             parameter.fill_(value)
@@ -105,7 +103,7 @@ def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_
     with pytest.warns(UserWarning, match="changed after the last round, outside the optimizer.*resync"):
         train(optimizer, range(3, 4))
 
-    def loads(exchange: Exchange, delay: int) -> None:
+    def loads(exchange, delay):
         optimizer = make(exchange, delay=delay)
         train(optimizer, range(6), exchange.rank)
         optimizer.inner[0].add_param_group({"params": problems.parameters([(3,)])})
@@ -124,9 +122,9 @@ def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_interrupt_at_either_end_of_shared_keeps_local_weights(at, monkeypatch):
-    copies, copy_all = list[int](), LocalWeights._copy
+    copies, copy_all = [], LocalWeights._copy
 
-    def interrupted(self: LocalWeights, pairs: Any) -> None:
+    def interrupted(self, pairs):
         copy_all(self, pairs)
         copies.append(1)
         if len(copies) == at:
@@ -163,7 +161,7 @@ def test_shared_shows_the_global_weights_and_takes_them_back():
 
 
 def test_states_that_do_not_fit_are_refused_and_change_nothing():
-    def made(*shape: int, lr: float = 0.1, **more: Any) -> LocalDeMo:
+    def made(*shape, lr=0.1, **more):
         return make(None, [shape], lambda p: torch.optim.AdamW(p, lr=lr), **more)
 
     optimizer = made(32, 16, lr=0.5)
@@ -199,12 +197,12 @@ def test_weights_loaded_before_the_first_step_stay(call):
 class _Nested(torch.optim.SGD):
     """Keeps its momentum in a list in another class than dict, and makes it at construction alone."""
 
-    def __init__(self, parameters: list[Parameter]) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, lr=0.01)
         for parameter in parameters:
             self.state[parameter] = Counter(buffers=[torch.zeros_like(parameter)])
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         del closure
         for parameter in self.param_groups[0]["params"]:
             (momentum,) = self.state[parameter]["buffers"]
@@ -216,15 +214,15 @@ class _Nested(torch.optim.SGD):
 def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner, bad):
     """Beside it is a huge gradient that is finite: in a state, nothing of either may stay."""
 
-    def inner_of(p: Any) -> Any:
+    def inner_of(p):
         more = {"momentum": 0.9} if inner == "SGD" else {}
         return _Nested(p) if inner == "_Nested" else getattr(torch.optim, inner)(p, lr=0.01, **more)
 
-    def trained(exchange: Exchange) -> tuple[list[int], float]:
+    def trained(exchange):
         optimizer = make(exchange, [(20, 12), (5,)], inner_of, sync_every=2, top_k=None)
         skipped = []
 
-        def spoil(step: int) -> None:
+        def spoil(step):
             for parameter in problems.all_parameters(optimizer) if (exchange.rank, step) == (1, 4) else ():
                 parameter.grad.view(-1)[:2] = torch.tensor([bad, 1e22])
 
@@ -300,8 +298,8 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind, more):
 def test_frozen_weights_that_differ_between_ranks_later_stay_so_after_resuming():
     """As a momentum encoder inside the model, which each rank averages by itself."""
 
-    def work(exchange: Exchange) -> bool:
-        def build() -> tuple[LocalDeMo, Parameter]:
+    def work(exchange):
+        def build():
             *_, frozen = parameters = problems.parameters([(4, 4), (3,)])
             frozen.requires_grad_(False)
             return problems.optimizer_of("LocalDeMo", parameters, process_group=exchange, sync_every=1), frozen
@@ -322,7 +320,7 @@ def test_frozen_weights_that_differ_between_ranks_later_stay_so_after_resuming()
 def test_group_that_is_refused_leaves_no_trace(delay):
     optimizer = make(exact=True, delay=delay)
     train(optimizer, range(3))
-    bad: list[Any] = [
+    bad = [
         {"params": [Parameter(torch.zeros(3, dtype=torch.complex64))]},
         {"params": [problems.all_parameters(optimizer)[0]]},
     ]
@@ -337,7 +335,7 @@ def test_group_that_is_refused_leaves_no_trace(delay):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_group_that_an_inner_optimizer_was_given_is_in_the_next_state(frozen):
-    def grown() -> LocalDeMo:
+    def grown():
         *first, last = problems.parameters([(4, 4), (4,), (2, 2)])
         optimizer = LocalDeMo([problems.SGD([each]) for each in first], sync_every=1)
         train(optimizer, range(2))
@@ -418,7 +416,7 @@ class _ByNumber(torch.optim.SGD):
     """Keeps momentum per half of a parameter, under the half's number, as HeavyBall does by view."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
             for number, (part, gradient) in enumerate(zip(parameter.chunk(2), parameter.grad.chunk(2), strict=True)):
                 entry = self.state[parameter].setdefault(number, {"momentum": torch.zeros_like(part)})
@@ -430,7 +428,7 @@ class _NamedAlike(torch.optim.SGD):
     """Calls its momenta like entries of LocalDeMo."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
             for name in ("error", "global", "momentum", "inner_error"):
                 momentum = self.state[parameter].setdefault(name, torch.zeros_like(parameter))

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +22,14 @@ REGROUP_EVERY, FREEZE_EVERY, SAVE_EVERY, NAN_EVERY = 1000, 700, 450, 130
 MOST_GROWTH = 0.02
 
 
-def make(kind: str, model: torch.nn.Module) -> Any:
+def make(kind, model):
     if kind == "demo":
         return demopt.DeMo(model.parameters(), lr=1e-3, top_k=8, codec=Codec(chunk=16))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return demopt.LocalDeMo(inner, sync_every=2, top_k=8, delay=1, codec=Codec(chunk=16))
 
 
-def disturb(step: int, model: torch.nn.Module, optimizer: Any) -> None:
+def disturb(step, model, optimizer):
     first, between = next(model.parameters()), getattr(optimizer, "local_steps", 0) == 0
     if step % FREEZE_EVERY == 0 and between:
         first.requires_grad_(not first.requires_grad)
@@ -40,14 +39,14 @@ def disturb(step: int, model: torch.nn.Module, optimizer: Any) -> None:
         optimizer.regroup(None)
 
 
-def measured() -> dict[str, int]:
+def measured():
     """This process's resident bytes and open handles."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "handles": len(os.listdir("/proc/self/fd"))}
 
 
-def train(rank: int, kind: str, steps: int, folder: str) -> None:
+def train(rank, kind, steps, folder):
     """One rank; writes its measurements to `folder`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -57,7 +56,7 @@ def train(rank: int, kind: str, steps: int, folder: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 7))
     optimizer = make(kind, model)
     data = torch.Generator().manual_seed(rank)
-    found: list[dict[str, Any]] = []
+    found = []
     for step in range(1, steps + 1):
         disturb(step, model, optimizer)
         optimizer.zero_grad()

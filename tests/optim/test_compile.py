@@ -1,8 +1,5 @@
 """torch.compile around models and around `step`."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,16 +10,16 @@ from demopt.exchange import SingleRank
 STEPS = 4
 
 
-def _trained(kind: str, compiled: str) -> list[torch.Tensor]:
+def _trained(kind, compiled):
     torch.manual_seed(0)
-    model: Callable[..., Any] = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     parameters = list(model.parameters())
     optimizer = problems.optimizer_of(kind, parameters, process_group=SingleRank())
     if compiled == "model":
         model = torch.compile(model, backend="eager")
     step = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
 
-    def train(inputs: torch.Tensor) -> None:
+    def train(inputs):
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         step()

@@ -1,10 +1,8 @@
 """The parameters that Muon gets; `muon_adamw`, and its Muon: torch's, but for precision, and batches of matrices."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 import demopt
@@ -15,11 +13,11 @@ from demopt.optim.muon import BatchedMuon
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 SHAPES = [(16, 16), (12, 30), (40, 9)]
-SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
 
 
 class _Plain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
         self.inside, self.picture, self.head = nn.Linear(8, 8), nn.Conv2d(1, 2, 3), nn.Linear(8, 10)
@@ -28,7 +26,7 @@ class _Plain(nn.Module):
         self.quantized = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
 
 
-def _names(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
+def _names(module, parameters):
     return [name for name, parameter in module.named_parameters() if any(parameter is each for each in parameters)]
 
 
@@ -74,7 +72,7 @@ def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split(
             call([*nn.LayerNorm(8).parameters()])
 
 
-def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
+def _steps(optimizer, numbers):
     """Returns copies of the parameters after these steps; every other step has no gradient for the first of them."""
     parameters = problems.all_parameters(optimizer)
     for number in numbers:
@@ -107,7 +105,7 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
     parameter = Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
     optimizer = BatchedMuon([parameter], **SETTINGS)
 
-    def loss() -> Tensor:
+    def loss():
         optimizer.zero_grad()
         value = (parameter.float() * torch.arange(24.0).view(4, 6)).sum()
         value.backward()

@@ -1,20 +1,17 @@
 """DeMo equals its oracle: random shapes, dtypes, worlds and settings, for several steps."""
 
 import math
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
-from torch import Tensor
 
 import oracle
 import problems
 import ranks
 from demopt import V2, AdamW, DeMo, Lion, Nesterov
 from demopt.core.rules import RULES
-from demopt.exchange import Exchange
 from oracles import reference
 
 SIDES = [1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 40]  # and sometimes 0
@@ -26,7 +23,7 @@ deep_shapes = st.lists(st.sampled_from([0, *SIDES[:6]]), max_size=5)
 shapes = st.one_of(flat_shapes, flat_shapes, deep_shapes).map(tuple).filter(lambda s: math.prod(s) <= MOST_ELEMENTS)
 
 
-def _rules(updates: list[str]) -> st.SearchStrategy[Any]:
+def _rules(updates):
     """Names, which have the default settings, and rules with others."""
     beta1, beta2 = st.sampled_from([0.0, 0.9]), st.sampled_from([0.5, 0.99])
     eps = st.sampled_from([1e-3, 0.5])  # a smaller one lets updates of nothing but rounding errors count
@@ -39,7 +36,7 @@ def _rules(updates: list[str]) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, Any]:
+def groups(draw, values, updates):
     """A parameter group without its parameters."""
     chunk = draw(st.sampled_from([16, 8, 20, 5, 2, 1]))
     # Most often far below all: if ranks send everything, nearly all reductions and transforms agree.
@@ -62,14 +59,14 @@ def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, 
     }
 
 
-def _allowed(group: dict[str, Any]) -> bool:
+def _allowed(group):
     """Few chunks; Muon is for matrices."""
     sides = [reference.chunk_shape(shape, group) for shape in group["shapes"]]
     chunks = [math.ceil(math.prod(shape) / (r * c)) for shape, (r, c) in zip(group["shapes"], sides, strict=True)]
     return sum(chunks) <= MOST_CHUNKS and (group["update"] != "muon" or all(len(each) == 2 for each in group["shapes"]))
 
 
-def _build(drawn: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
+def _build(drawn, dtype):
     """Parameter groups with fresh parameters, the same for the same `drawn`."""
     built = []
     for number, group in enumerate(drawn):
@@ -78,12 +75,10 @@ def _build(drawn: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, An
     return built
 
 
-def _trained(
-    drawn: list[dict[str, Any]], dtype: torch.dtype, world_size: int, steps: int, **options: str
-) -> list[tuple[problems.History, ...]]:
+def _trained(drawn, dtype, world_size, steps, **options):
     """By step, the histories of all ranks, which are replicas."""
 
-    def work(exchange: Exchange) -> list[problems.History]:
+    def work(exchange):
         optimizer = DeMo(_build(drawn, dtype), process_group=exchange, **options)
         return [problems.train(optimizer, [step], exchange.rank) for step in range(steps)]
 
@@ -121,7 +116,7 @@ def test_demo_in_float64_matches_oracle(drawn, world_size, steps):
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest(tensor):
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 

@@ -3,24 +3,22 @@
 After an error on one rank alone, the others notice, and training can go on too.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError, LocalDeMo, MessageError, SettingsError
-from demopt.exchange import Exchange, SingleRank, Threads
+from demopt import ExchangeError, LocalDeMo, MessageError, SettingsError
+from demopt.exchange import SingleRank, Threads
 
 
-def _regroup(optimizer: DeMo, exchange: Exchange) -> None:
+def _regroup(optimizer, exchange):
     """Regroups, which leaves all bits of momenta and parameters as they were."""
     with problems.unchanged(optimizer):
         optimizer.regroup(exchange)
 
 
-def _assert_replicas(marks: list[list[int]], steps: int) -> None:
+def _assert_replicas(marks, steps):
     """All ranks had the same fingerprints, another one after each step."""
     assert all(of_rank == marks[0] for of_rank in marks)
     assert len(set(marks[0])) == steps
@@ -31,7 +29,7 @@ def _assert_replicas(marks: list[list[int]], steps: int) -> None:
 def test_regroup_after_a_rank_has_left(settings, leaver):
     fewer = Threads(2, 60.0).exchanges
 
-    def shrink(exchange: Exchange) -> list[int] | None:
+    def shrink(exchange):
         optimizer = problems.demo(exchange, **settings)
         problems.train(optimizer, range(3), exchange.rank)
         if exchange.rank == leaver:
@@ -54,7 +52,7 @@ def test_rank_that_joins_takes_the_weights_of_rank_0(trained):
     """
     fewer = Threads(2, 60.0).exchanges
 
-    def grow(exchange: Exchange) -> tuple[bool, list[int]]:
+    def grow(exchange):
         alone = SingleRank() if trained else exchange
         optimizer = problems.demo(fewer[exchange.rank] if exchange.rank < 2 else alone, seed=exchange.rank // 2)
         if exchange.rank < 2 or trained:
@@ -79,8 +77,8 @@ def test_rank_that_joins_takes_the_weights_of_rank_0(trained):
 def test_regroup_does_not_wait_for_the_round_in_flight():
     fewer = Threads(2, 60.0).exchanges
 
-    def in_flight(exchange: Exchange) -> list[int]:
-        optimizer, marks = problems.local(exchange, delay=1), list[int]()
+    def in_flight(exchange):
+        optimizer, marks = problems.local(exchange, delay=1), []
         for step in range(7):
             if exchange.rank == 2 and step == 3:
                 return []  # it never sends this message
@@ -102,7 +100,7 @@ def test_regroup_does_not_wait_for_the_round_in_flight():
 def test_state_loaded_on_one_rank_changes_nothing(kind, delay):
     """The others compare settings with it in their next round, find them equal, and repeat that."""
 
-    def loaded_alone(exchange: Exchange) -> list[int]:
+    def loaded_alone(exchange):
         more = {} if kind == "DeMo" else {"delay": delay}
         optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW), process_group=exchange, **more)
         marks = problems.fingerprints(optimizer, range(3), exchange.rank)
@@ -122,7 +120,7 @@ def test_state_loaded_on_one_rank_changes_nothing(kind, delay):
 def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undone, rounds):
     """Also the first, after which the others still compare gradients."""
 
-    def undoes(exchange: Exchange, repairs: bool) -> Any:
+    def undoes(exchange, repairs):
         optimizer = problems.two_way(exchange, route="gather", delay=1)
         problems.fingerprints(optimizer, range(rounds), exchange.rank)
         if exchange.rank == 1:
@@ -142,7 +140,7 @@ def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undo
 def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other():
     """Over ranks in threads too, each has an exchange of its own."""
 
-    def work(exchange: Exchange) -> list[int]:
+    def work(exchange):
         both = [problems.local(exchange, [shape], sync_every=2, delay=1) for shape in ((32, 16), (20,))]
         marks = [m for step in range(6) for each in both for m in problems.fingerprints(each, [step], exchange.rank)]
         for each in both:
@@ -169,7 +167,7 @@ def test_failed_step_leaves_no_loss_scale(local):
 def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerprints():
     """Only rank 0 has loaded the weights, and the step is due for a fingerprint."""
 
-    def resumed(exchange: Exchange) -> list[int]:
+    def resumed(exchange):
         optimizer = problems.demo(exchange, fingerprint_every=2)
         optimizer.replicator.round_number.fill_(2)
         if exchange.rank == 1:
@@ -181,7 +179,7 @@ def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerpr
 
 
 def test_resync_of_ranks_with_other_parameters_is_refused_on_all():
-    def work(exchange: Exchange) -> None:
+    def work(exchange):
         with pytest.raises(SettingsError, match=r"rank 1 has tensor 0 to copy = .*\[4\] where rank 0 has .*\[3\]"):
             problems.demo(exchange, [(3 + exchange.rank,)]).resync()
 

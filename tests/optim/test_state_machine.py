@@ -12,8 +12,6 @@ After every action all ranks must hold the same parameters, bit for bit, and par
 Shapes: W ranks, P parameters.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -25,7 +23,6 @@ from torch.nn import Parameter
 import oracle
 import problems
 from demopt import DeMo, ExchangeError
-from demopt.exchange import Exchange
 from demopt.exchange.threads import Threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
@@ -36,7 +33,7 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-10}
 Gradients = list[list[Tensor | None]]  # [W][P]
 
 
-def pairs(optimizer: DeMo) -> list[tuple[Tensor, dict[str, Any]]]:
+def pairs(optimizer):
     return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -52,32 +49,32 @@ class Sequence(RuleBasedStateMachine):
         weight_decay=st.sampled_from([0.0, 0.1]),
         count=st.integers(1, 3),
     )
-    def begin(self, count: int, **codec: Any) -> None:
+    def begin(self, count, **codec):
         self.codec, self.draws = codec, 0
         self.meet()
         models = [problems.parameters(SHAPES[:count], torch.float64) for _ in range(self.world_size)]
         self.optimizers = [self.make(parameters, rank) for rank, parameters in enumerate(models)]
         self.model = oracle.Oracle(self.optimizers[0].param_groups, self.world_size)
 
-    def meet(self) -> None:
+    def meet(self):
         """New exchanges, as after a change of members."""
         if hasattr(self, "threads"):
             self.threads.close()
         self.threads = Threads(self.world_size, timeout=100.0)
         self.links = [problems.FailsWhenDue(exchange) for exchange in self.threads.exchanges]
 
-    def make(self, parameters: Any, rank: int) -> DeMo:
+    def make(self, parameters, rank):
         fixed = {"lr": 0.1, "momentum_decay": 0.9, "chunk": CHUNK, "top_k": 5, "update": "sgd", "fingerprint_every": 2}
         return DeMo(parameters, process_group=self.links[rank], **fixed, **self.codec)
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "threads"):
             self.threads.close()
 
-    def everywhere(self, work: Any) -> list[Any]:
+    def everywhere(self, work):
         """Runs work(rank) in every rank's thread; returns results, or ExchangeErrors."""
 
-        def guarded(exchange: Exchange) -> Any:
+        def guarded(exchange):
             try:
                 return work(exchange.rank)
             except ExchangeError as error:
@@ -85,7 +82,7 @@ class Sequence(RuleBasedStateMachine):
 
         return self.threads.run(guarded)
 
-    def gradients(self) -> Gradients:
+    def gradients(self):
         self.draws += 1
         return [
             [
@@ -95,7 +92,7 @@ class Sequence(RuleBasedStateMachine):
             for rank in range(self.world_size)
         ]
 
-    def give(self, rank: int, gradients: Gradients) -> DeMo:
+    def give(self, rank, gradients):
         for (parameter, _), gradient in zip(pairs(self.optimizers[rank]), gradients[rank], strict=True):
             parameter.grad = gradient
         return self.optimizers[rank]
@@ -108,7 +105,7 @@ class Sequence(RuleBasedStateMachine):
         number=st.integers(0, 3),
         how=st.sampled_from(["step", "step", "closure", "parts", "detached"]),
     )
-    def step(self, nan_on: int | None, missing: int | None, number: int, how: str) -> None:
+    def step(self, nan_on, missing, number, how):
         gradients = self.gradients()
         number %= len(gradients[0])
         if missing is not None and all(group["reduction"] == "mean" for group in self.optimizers[0].param_groups):
@@ -118,7 +115,7 @@ class Sequence(RuleBasedStateMachine):
         if bad is not None:
             bad.view(-1)[0] = torch.nan
 
-        def work(rank: int) -> None:
+        def work(rank):
             optimizer = self.give(rank, gradients)
             if how == "step":
                 optimizer.step()
@@ -140,13 +137,13 @@ class Sequence(RuleBasedStateMachine):
             self.model.fail(gradients, poisoned=nan_on)
 
     @rule(fails=st.booleans())
-    def round_that_is_not_applied(self, fails: bool) -> None:
+    def round_that_is_not_applied(self, fails):
         """Its exchange fails, or it is rolled back."""
         gradients = self.gradients()
         for link in self.links:
             link.due = fails
 
-        def work(rank: int) -> None:
+        def work(rank):
             optimizer = self.give(rank, gradients)
             if fails:
                 optimizer.step()
@@ -169,19 +166,19 @@ class Sequence(RuleBasedStateMachine):
         ),
         group=st.sampled_from([0, -1]),
     )
-    def change_a_setting(self, change: tuple[str, Any], group: int) -> None:
+    def change_a_setting(self, change, group):
         name, value = change
         for optimizer in self.optimizers:
             optimizer.param_groups[group][name] = value
 
     @precondition(lambda self: self.codec["reduction"] == "mean")
     @rule(reduction=st.sampled_from(["mean", "senders"]))
-    def change_the_reduction(self, reduction: str) -> None:
+    def change_the_reduction(self, reduction):
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["reduction"] = reduction
 
     @rule(number=st.integers(0, 3))
-    def freeze_or_unfreeze(self, number: int) -> None:
+    def freeze_or_unfreeze(self, number):
         for optimizer in self.optimizers:
             parameter = pairs(optimizer)[number % len(pairs(optimizer))][0]
             parameter.grad = None
@@ -189,14 +186,14 @@ class Sequence(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.model.parameters) < 5)
     @rule(shape=st.sampled_from(SHAPES), frozen=st.booleans())
-    def add_group(self, shape: tuple[int, ...], frozen: bool) -> None:
+    def add_group(self, shape, frozen):
         for optimizer in self.optimizers:
             (fresh,) = problems.parameters([shape], torch.float64, seed=77 + self.draws)
             optimizer.add_param_group({"params": fresh.requires_grad_(not frozen), "lr": 0.3})
         self.model.add(self.optimizers[0].param_groups[-1])
 
     @rule()
-    def save_and_load(self) -> None:
+    def save_and_load(self):
         """Into new optimizers over new parameters, with new exchanges."""
         saved = [optimizer.state_dict() for optimizer in self.optimizers]
         self.meet()
@@ -210,17 +207,17 @@ class Sequence(RuleBasedStateMachine):
         self.model.groups = [*self.optimizers[0].param_groups]
 
     @rule()
-    def regroup(self) -> None:
+    def regroup(self):
         self.meet()
         for rank, optimizer in enumerate(self.optimizers):
             optimizer.regroup(self.links[rank])
 
     @rule(src=st.integers(0, 1))
-    def resync(self, src: int) -> None:
+    def resync(self, src):
         assert self.everywhere(lambda rank: self.optimizers[rank].resync(src)) == [None] * self.world_size
 
     @invariant()
-    def equals_the_oracle(self) -> None:
+    def equals_the_oracle(self):
         if not hasattr(self, "optimizers"):
             return
         for optimizer in self.optimizers[1:]:

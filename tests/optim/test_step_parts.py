@@ -1,27 +1,24 @@
 """extract, exchange, apply and rollback; detached rounds; the stats of a step."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo, MessageError
-from demopt.exchange import Exchange, SingleRank, Threads
+from demopt import LocalDeMo, MessageError
+from demopt.exchange import SingleRank, Threads
 
 
-def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
+def _optimizer(exchange=None, **more):
     return problems.demo(exchange, dtype=torch.float64, **{"values": "float64", "weight_decay": 0.1, **more})
 
 
 def test_rank_that_extracted_nothing_follows_by_apply_alone():
     """Its parameters become those of the ranks that trained, without a network; its momentum stays as it was."""
 
-    def run(exchange: Exchange) -> tuple[list[Tensor], int]:
+    def run(exchange):
         optimizer, results = _optimizer(exchange), []
         for step in range(3):
             problems.set_gradients(problems.all_parameters(optimizer), step, exchange.rank)
@@ -41,7 +38,7 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
     assert not any(momentum.any() for momentum in problems.momenta(watcher))
     watcher.state_dict()  # no round is open
 
-    def go_on(exchange: Exchange) -> int:
+    def go_on(exchange):
         optimizer = _optimizer(exchange)
         problems.set_gradients(problems.all_parameters(optimizer), 0, exchange.rank)
         optimizer.step()
@@ -58,7 +55,7 @@ MAKERS = (
 )
 
 
-def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> Any:
+def _made(make, exchange, seed=0):
     """An optimizer that may extract."""
     optimizer = make(exchange)
     problems.set_gradients(problems.all_parameters(optimizer), 0, seed)
@@ -67,7 +64,7 @@ def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> Any:
     return optimizer
 
 
-def _outcome(optimizer: Any) -> list[Tensor]:
+def _outcome(optimizer):
     return [*problems.values(optimizer), *problems.momenta(optimizer)]
 
 
@@ -100,7 +97,7 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
     """One marked as applied, as by the rank that is alone now, has left the momentum like one that was applied."""
     fewer = Threads(2, 60.0).exchanges
 
-    def lose_one(exchange: Exchange) -> list[Tensor]:
+    def lose_one(exchange):
         optimizer = _made(make, exchange, exchange.rank)
         with pytest.raises(RuntimeError, match="call extract first"):
             optimizer.replicator.detach_round()
@@ -115,7 +112,7 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
         optimizer.apply(optimizer.exchange(optimizer.replicator.attach_round(detached)))
         return _outcome(optimizer)
 
-    def calm(exchange: Exchange, seed: int | None = None) -> list[Tensor]:
+    def calm(exchange, seed=None):
         optimizer = _made(make, exchange, exchange.rank if seed is None else seed)
         optimizer.apply(optimizer.exchange(optimizer.extract()))
         return _outcome(optimizer)

@@ -1,7 +1,6 @@
 """Update rules: against the literal oracle and torch's own optimizers, their rounding, state, and settings."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.codec import chunk_group
 from demopt.core.rounding import to_bfloat16
 from demopt.core.rules import RULES, rule_of
-from demopt.exchange import Exchange, SingleRank
+from demopt.exchange import SingleRank
 
 SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
 MATRICES = [(32, 16), (17, 19), (5, 40)]
@@ -23,11 +22,11 @@ STATEFUL = [update for update in RULES if RULES[update].moments]
 OTHERS = [update for update in RULES if not RULES[update].signs_only]  # which route "owner" cannot carry
 
 
-def shapes_for(update: str) -> list[tuple[int, ...]]:
+def shapes_for(update):
     return MATRICES if RULES[update].whole_matrix else SHAPES
 
 
-def make(update: str, exchange: Exchange, eps: float = 1e-3, **more: Any) -> DeMo:
+def make(update, exchange, eps=1e-3, **more):
     rule = AdamW(eps=eps) if update == "adamw" else update
     return problems.demo(exchange, shapes_for(update), update=rule, **{"weight_decay": 0.1, **more})
 
@@ -56,13 +55,13 @@ def test_update_rule_on_integers_matches_oracle_within_rounding(update, values, 
 def test_update_rule_and_rounding_ignore_block_size(update, chunks, dtype, monkeypatch):
     """The same bits if parameters are spread over many blocks; Muon never cuts a matrix."""
 
-    def run() -> problems.History:
+    def run():
         more = {"update": update, "values": "float32", "weight_decay": 0.1}
         optimizer = problems.demo(SingleRank(), [(200, 90), (70, 130)], dtype, **more)
         blocks.append(sum(len(group.blocks) for group in optimizer.replicator.wiring().chunk_groups))
         return problems.train(optimizer, range(3))
 
-    blocks: list[int] = []
+    blocks = []
     whole = run()
     monkeypatch.setattr(chunk_group, "_BLOCK_ELEMENTS", chunks * 256 * 8)
     assert problems.same_history(run(), whole)
@@ -74,7 +73,7 @@ def test_update_rule_and_rounding_ignore_block_size(update, chunks, dtype, monke
 def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update):
     """As with initial weights: a checkpoint that only one rank has loaded."""
 
-    def apart(exchange: Exchange) -> problems.History:
+    def apart(exchange):
         optimizer = make(update, exchange)
         for first in (0, 2):
             for entry in optimizer.state.values():
@@ -88,7 +87,7 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update):
             histories.append(history)
         return history
 
-    histories: list[problems.History] = []
+    histories = []
     problems.assert_replicas(ranks.threads(apart, 2))
     assert len({tuple(history.fingerprints) for history in histories}) == 2, "of all ranks, before the resync and after"
 
@@ -236,7 +235,7 @@ def test_what_is_no_rule_is_refused(update, error, says):
         DeMo(problems.parameters([(4, 4)]), update=update)
 
 
-WRITTEN: list[tuple[Any, str]] = [
+WRITTEN = [
     (SGD(), "sgd"),
     (Muon(), "muon"),
     (Signum(), "signum"),

@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 PRESETS = {"V1", "V2"}  # plain dicts have no docstring; DeMo's example and a comment beside them serve
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     """Arguments of all commands of demopt in a document's indented or fenced blocks; "..." stands for anything."""
     found = []
     joined = text.replace("\\\n", " ")
@@ -118,7 +117,7 @@ ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
 OF_TORCH = ("environment variable RANK", "TCP client failed", "Failed to recv", "EADDRINUSE", "Address already in use")
 
 
-def _literals() -> str:
+def _literals():
     """All texts of the code; what an f-string fills in is a gap."""
     found = []
     for file in (ROOT / "src").rglob("*.py"):
@@ -154,7 +153,7 @@ LAUNCH = ROOT / "examples" / "launch"
 SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--threads", "1"]
 
 
-def _snippets(document: str) -> list[str]:
+def _snippets(document):
     """The Python blocks of a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
@@ -201,7 +200,7 @@ def test_checkpoint_snippets_run(tmp_path, monkeypatch):
 def test_folder_snippet_runs(tmp_path):
     (snippet,) = _snippets("docs/folder.md")
     model = torch.nn.Linear(4, 4)
-    place: dict[str, Any] = {"demopt": demopt, "inner": torch.optim.SGD(model.parameters(), lr=0.1)}
+    place = {"demopt": demopt, "inner": torch.optim.SGD(model.parameters(), lr=0.1)}
     exec(snippet.replace("s3://bucket/mine", str(tmp_path / "run")).replace("late=10", "late=0"), place)
     optimizer = place["optimizer"]
     for _ in range(5):
@@ -212,9 +211,9 @@ def test_folder_snippet_runs(tmp_path):
     optimizer.finish_round()
 
 
-def run_notebook(path: Path, **settings: object) -> dict[str, Any]:
+def run_notebook(path, **settings):
     """Runs the cells; `settings` replace what a cell sets, "!" lines run as `demopt`, in short; pip is left out."""
-    names: dict[str, Any] = {}
+    names = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
             continue

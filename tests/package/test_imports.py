@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 
-def run(program: str) -> "subprocess.CompletedProcess[str]":
+def run(program):
     command = [sys.executable, "-W", "error", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def newcomers(program: str, known: str = "import sys") -> set[str]:
+def newcomers(program, known="import sys"):
     """The modules outside the standard library that a program loads after another."""
     done = run(f"import sys; {known}\nbefore = {{*sys.modules}}; {program}\nprint(*({{*sys.modules}} - before))")
     assert (done.returncode, done.stderr) == (0, "")

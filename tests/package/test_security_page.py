@@ -44,7 +44,7 @@ ADVICE = ("Use a network", "Report a weakness", "Describe the attacker", "You ge
 PLACE = "`tests/package/test_security_page.py` names"
 
 
-def _sentences() -> list[str]:
+def _sentences():
     """All of the page: of its paragraphs, lists and tables' rows; no titles."""
     text = re.sub(r"^- (\*\*.*?\*\* )?", "\n\n", PAGE, flags=re.MULTILINE)
     parts = [part for part in re.split(r"\n\n+|\n(?=\|)", text) if part.strip() and not part.startswith(("#", "|---"))]

@@ -31,7 +31,7 @@ print(shutil.which("cc"), library() is not None, chunk_group.kernel is not None,
 """
 
 
-def succeed(command: list[str], folder: Path, path: str) -> subprocess.CompletedProcess[str]:
+def succeed(command, folder, path):
     """Runs a command that sees no other programs than those on this PATH, and nothing of this environment."""
     env = {"PATH": path, "HOME": str(folder)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -39,7 +39,7 @@ def succeed(command: list[str], folder: Path, path: str) -> subprocess.Completed
     return done
 
 
-def build(source: Path, target: str, out: Path, path: str) -> tuple[Path, str]:
+def build(source, target, out, path):
     """What hatchling builds of a source tree, and what it says."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
     said = succeed(command, source, path)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
@@ -28,14 +28,14 @@ from demopt.optim.muon import BatchedMuon
 NAMES = ("replicate", "inside")
 
 
-def block() -> nn.Module:
+def block():
     """A norm whose input is cut along the sequence, and an MLP whose features are cut."""
     torch.manual_seed(0)
     layers = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "relu": nn.ReLU(), "down": nn.Linear(32, 16)}
     return nn.Sequential(OrderedDict(layers))
 
 
-def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
+def sequence_parallel(mesh):
     """The block over the ranks of one dimension of a mesh: `norm` is replicated, and its gradients are Partial."""
     plan = {
         "norm": SequenceParallel(),
@@ -45,14 +45,14 @@ def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(block(), mesh, plan)
 
 
-def backward(model: nn.Module, rank: int, step: int) -> None:
+def backward(model, rank, step):
     """Each rank has its own part of a sequence."""
     model.zero_grad()
     out = model(problems.draw((2, 6, 16), rank, step))
     (out - problems.draw((2, 6, 16), rank, step, 1)).square().mean().backward()
 
 
-def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[int, str, list[Tensor]]:
+def _drift_inside(rank, world_size, kind, where):
     """One element of a copy changes on rank 3 after the third step; fingerprints are compared every second round.
 
     Returns the step and the text of the error, and the whole parameters; of a replicated one, this rank's copy.
@@ -104,10 +104,10 @@ def test_shard_of_counts_cuts_of_fsdp2_over_tensor_parallelism():
 SHAPES = [(32, 16), (33, 7), (1, 16), (16, 33)]
 
 
-def _one_step(rank: int, world_size: int, sizes: tuple[int, ...], cuts: dict[str, int]) -> list[Tensor]:
+def _one_step(rank, world_size, sizes, cuts):
     """Full parameters after a step."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(cuts))
-    placements: list[Placement] = [Shard(dimension) for dimension in cuts.values()]
+    placements = [Shard(dimension) for dimension in cuts.values()]
     parameters = []
     for number, shape in enumerate(SHAPES):
         parameters.append(Parameter(distribute_tensor(problems.draw(shape, number), mesh, placements)))
@@ -128,7 +128,7 @@ def test_muon_on_shards_equals_that_of_the_whole_matrix(sizes, cuts):
         assert problems.same(parameters, whole)
 
 
-def _training(rank: int, world_size: int, sharded: bool) -> tuple[list[Tensor], list[int]]:
+def _training(rank, world_size, sharded):
     """Six steps of a model whose shards end where chunks end; on 2 x 2 ranks, or on 2 with whole matrices."""
     shapes = [(64, 32), (32, 64), (32,), (32, 32)]
     mesh = init_device_mesh("cpu", (2, 2) if sharded else (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -159,7 +159,7 @@ def test_muon_on_shards_trains_as_without_them_bit_for_bit_and_demos_refuses_the
         assert max(sent) < 0.6 * max(whole[0][1]) + 64  # half of the coefficients, and a header
 
 
-def _chosen(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+def _chosen(rank, world_size):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Linear(8, 8)
     fully_shard(model, mesh=mesh["shard"])

@@ -5,14 +5,13 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,7 +26,7 @@ STEPS = 12
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 
 
-def make() -> Any:
+def make():
     """A model whose first layer has shards of 17 and 16 rows."""
     torch.manual_seed(0)
     up, middle, head = nn.Linear(16, 33), nn.Linear(33, 32), nn.Linear(32, 4)
@@ -43,7 +42,7 @@ class Run:
     said: list[str]
 
 
-def cut(model: Any, recipe: str) -> DeviceMesh:
+def cut(model, recipe):
     """Cuts the model over the ranks of a replica; returns the mesh."""
     if recipe in ("FSDP2", "HSDP"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -60,12 +59,12 @@ def cut(model: Any, recipe: str) -> DeviceMesh:
     return mesh
 
 
-def _sequence(group: Any) -> int:
+def _sequence(group):
     """The number of collectives that a group has begun so far."""
     return int(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group())
 
 
-def _run_on_host(rank: int, world_size: int, recipe: str) -> Run:
+def _run_on_host(rank, world_size, recipe):
     """With the state on the host, where parameters count as those of an accelerator."""
     with mock.patch.object(LocalWeights, "_is_here", return_value=False):
         return _run(rank, world_size, "LocalDeMo, host", recipe)
@@ -80,7 +79,7 @@ def test_shards_have_the_same_bits_with_the_state_on_the_host(recipe):
         assert on_host.said == []
 
 
-def _run(rank: int, world_size: int, kind: str, recipe: str) -> Run:
+def _run(rank, world_size, kind, recipe):
     model = make()
     mesh = cut(model, recipe)
     if kind == "DeMo":
@@ -91,7 +90,7 @@ def _run(rank: int, world_size: int, kind: str, recipe: str) -> Run:
         optimizer = demopt.LocalDeMo(inner, sync_every=2, state_device=where, process_group=mesh["replicate"])
     teacher = problems.draw((16, 4), 77) / 4
 
-    def loss_on(*seeds: int) -> Tensor:
+    def loss_on(*seeds):
         inputs = problems.draw((64, 16), *seeds)
         return (model(inputs) - (inputs @ teacher).tanh()).square().mean()
 

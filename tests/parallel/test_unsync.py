@@ -3,11 +3,10 @@
 import contextlib
 import warnings
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.algorithms import Join
@@ -22,12 +21,12 @@ import problems
 import ranks
 
 
-def make() -> nn.Module:
+def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 6))
 
 
-def backward(model: nn.Module, *seeds: int) -> None:
+def backward(model, *seeds):
     model(problems.draw((5, 16), *seeds)).square().mean().backward()
 
 
@@ -38,11 +37,11 @@ class Collectives(TorchDispatchMode):
     and gloo's thread closes the profiler's event after that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found = Counter[str]()
+        self.found = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.found[func._schema.name] += 1
         return func(*args, **(kwargs or {}))
@@ -51,14 +50,14 @@ class Collectives(TorchDispatchMode):
 class Branches(nn.Module):
     """A model with a buffer that changes, and two branches: both, or one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.rare = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16)
         self.norm = nn.LayerNorm(16)
         self.register_buffer("steps", torch.zeros(1))
 
-    def forward(self, inputs: Tensor, branches: int = 3) -> Tensor:
+    def forward(self, inputs, branches=3):
         self.steps.add_(1.0)
         hidden = self.first(inputs).tanh()
         found = torch.zeros(len(inputs), 16)
@@ -66,7 +65,7 @@ class Branches(nn.Module):
         return self.norm(found + self.rare(hidden) if branches & 2 else found)
 
 
-WRAPS: dict[str, dict[str, Any]] = {
+WRAPS = {
     "defaults": {},
     "unused parameters": {"find_unused_parameters": True},
     "static graph": {"static_graph": True},
@@ -78,13 +77,13 @@ LOOPS = ("plain", "the flag", "no_sync", "GradScaler", "autocast", "checkpoint o
 COMPILED = ("inside", "outside")
 
 
-def _options(rank: int, world_size: int, how: str | None, loop: str, kind: str) -> tuple[int, int, list[str]]:
+def _options(rank, world_size, how, loop, kind):
     """The fingerprint after 6 steps of 2 passes, the collectives of DDP since the first step, and the warnings.
 
     Of an optimizer that got the wrapped model.
     """
     model = Branches()
-    mode, options, said = Collectives(), WRAPS.get(how or "", {}), list[str]()
+    mode, options, said = Collectives(), WRAPS.get(how or "", {}), []
     if how == "inside":
         model = torch.compile(model, backend="eager")
     if how is not None:
@@ -148,7 +147,7 @@ def test_ddp_without_unsync_sends_gradients_and_causes_a_warning():
         assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
 
 
-def _joins(rank: int, world_size: int) -> None:
+def _joins(rank, world_size):
     model = demopt.unsync(DistributedDataParallel(make()))
     for context in (model.join(enable=False), Join([model], enable=False)):  # as Accelerate's join_uneven_inputs
         with context:
@@ -158,20 +157,20 @@ def _joins(rank: int, world_size: int) -> None:
             backward(model, rank)
 
 
-def _saved(rank: int, world_size: int) -> None:
+def _saved(rank, world_size):
     model = demopt.unsync(DistributedDataParallel(make()))
     assert torch.equal(problems.by_pickle(model).module[0].weight, model.module[0].weight)
 
 
-def test_unsynced_ddp_is_saved_whole_as_before() -> None:
+def test_unsynced_ddp_is_saved_whole_as_before():
     ranks.run(_saved, 1)
 
 
-def test_join_of_an_unsynced_ddp_is_refused_before_it_waits_for_all_reduces() -> None:
+def test_join_of_an_unsynced_ddp_is_refused_before_it_waits_for_all_reduces():
     ranks.run(_joins, 2)
 
 
-def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
+def _refused(rank, world_size, kind):
     """The error about a model whose second half unsync cannot change, and whether the first half stays as it was."""
     mesh, half = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",)), make()
     if kind == "a hook":
@@ -197,7 +196,7 @@ def test_unsync_refuses_what_it_cannot_change(kind, says):
     assert untouched or kind == "a hook"
 
 
-def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | None) -> dict[str, Any]:
+def _gradients(rank, world_size, unsync, reduce):
     """The gradients of a backward pass on a 2 x 2 mesh, the wanted ones, and its collectives."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = make(), make()
@@ -235,7 +234,7 @@ def test_unsync_returns_a_plain_module_unchanged():
     assert {name: vars(module) for name, module in model.named_modules()} == before
 
 
-def _buffers(rank: int, world_size: int, src: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Counter[str]]:
+def _buffers(rank, world_size, src):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model.register_buffer("mask", torch.tensor([rank == 0, True, False]))
     model.register_buffer("wide", torch.tensor(float(rank)).expand(2, 3))
@@ -258,7 +257,7 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast():
         assert found["c10d::broadcast_"] == 1
 
 
-def _unlike(rank: int, world_size: int, src: int) -> None:
+def _unlike(rank, world_size, src):
     demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)
 
 

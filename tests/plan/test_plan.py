@@ -9,7 +9,6 @@ import math
 import re
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ import models
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.exchange import Exchange, Meter
-from demopt.plan import LOSS_ABOVE_DDP, Call, Case, Link, Plan, equal_bandwidth, make_plan, of_count
+from demopt.exchange import Meter
+from demopt.plan import LOSS_ABOVE_DDP, Call, Case, Link, equal_bandwidth, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -75,7 +74,7 @@ def test_without_seconds_of_a_step_there_is_no_factor(command):
 
 
 def test_verdict_says_where_both_are_equal_or_who_is_always_ahead(command):
-    def told(*flags: object) -> str:
+    def told(*flags):
         return " ".join(command("plan", "--params", "124M", "--workers", 4, "--step-seconds", 0.3, *flags).split())
 
     assert "Both are equal at 13.8 Gbit/s." in told("--bandwidth", "100Gbit")
@@ -129,12 +128,12 @@ def test_mistake_is_told_in_one_line(command, flags, told):
     assert told in command("plan", *flags, code=2)
 
 
-def plan_of(model: tuple[str, Any, int], *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:
+def plan_of(model, *workers, demo=None, **local):
     configs = TrainConfig(optimizer="demo", **(demo or {"update": "signum"})), TrainConfig(optimizer="local", **local)
     return make_plan(model, *map(resolve, configs), workers=workers)
 
 
-def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, int]:
+def counted(exchange, kind, values):
     """Bytes and calls of a rank's second round; the first has a handshake."""
     meter = Meter(exchange)
     parameters = problems.parameters(problems.FEW)
@@ -224,14 +223,14 @@ TEXT = {  # as the rows name it
     ],
 )
 def test_losses_are_those_of_the_laboratory_and_of_the_results_page(method, ours, ddp, rows, seeds):
-    by_setting: dict[tuple[str, float], dict[int, float]] = {}
+    by_setting = {}
     for line in (RESULTS / f"{rows}-runs.jsonl").read_text().splitlines():
         row = json.loads(line)
         scale = row["scale"]
         if (scale["steps"], scale["workers"], scale["batch"]) == (1000, 4, 4) and row["data"] == TEXT[rows]:
             by_setting.setdefault((row["name"], row["lr"]), {})[row["seed"]] = row["val_loss"]
 
-    def best(name: str) -> float:
+    def best(name):
         kinds = [losses for (found, _), losses in by_setting.items() if re.fullmatch(name, found)]
         return min(mean(losses[seed] for seed in seeds) for losses in kinds if losses.keys() >= set(seeds))
 

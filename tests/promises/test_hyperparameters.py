@@ -4,9 +4,7 @@ Beside the oracle, optim/test_oracle_property.py has groups with settings of the
 changes settings (lr = 0 included), freezes parameters and adds groups in random order.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ def test_impossible_change_or_group_is_refused_before_sending_and_leaves_no_trac
     for each in (optimizer, twin):
         problems.train(each, range(1))
     before = dict(optimizer.param_groups[0])
-    change: Callable[[], object] = optimizer.step
+    change = optimizer.step
     if isinstance(value, dict):
         change = partial(optimizer.add_param_group, {"params": [Parameter(torch.zeros(3))], **value})
     else:
@@ -48,7 +46,7 @@ def test_impossible_change_or_group_is_refused_before_sending_and_leaves_no_trac
     assert problems.same_history(problems.train(optimizer, range(1, 3)), problems.train(twin, range(1, 3)))
 
 
-SCHEDULERS: dict[str, Callable[[DeMo], Any]] = {
+SCHEDULERS = {
     "warm-up from zero": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 3),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6, cycle_momentum=False),
     "a chain": lambda o: lr_scheduler.SequentialLR(
@@ -102,15 +100,15 @@ def test_messages_longer_than_a_header_can_state_are_refused_at_construction(rou
         LocalDeMo(torch.optim.SGD([parameter], lr=0.1), route=route, process_group=problems.OneOf(0, 4))
 
 
-def _demo(**settings: Any) -> DeMo:
+def _demo(**settings):
     return DeMo([Parameter(torch.zeros(4, 4))], **settings)
 
 
-def _group(**settings: Any) -> DeMo:
+def _group(**settings):
     return DeMo([{"params": [Parameter(torch.zeros(4, 4))], **settings}])
 
 
-def _added(**settings: Any) -> None:
+def _added(**settings):
     optimizer = _demo()
     try:
         optimizer.add_param_group({"params": [Parameter(torch.zeros(4, 4))], **settings})
@@ -119,7 +117,7 @@ def _added(**settings: Any) -> None:
         raise
 
 
-def _local(**settings: Any) -> LocalDeMo:
+def _local(**settings):
     return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **settings)
 
 
@@ -158,7 +156,7 @@ def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group()
 
 
 #: The names of settings that every group has, impossible values, and what is said of them.
-BAD: list[tuple[str, Any, str]] = [
+BAD = [
     ("lr", -0.1, r"-0\.1"),
     ("lr", float("nan"), "nan"),
     ("lr", torch.ones(2), "give a number"),

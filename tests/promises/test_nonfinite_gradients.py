@@ -1,38 +1,12 @@
 """A NaN or Inf gradient on one rank: all ranks skip together, none is poisoned; the same with GradScaler."""
 
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
 
 import problems
 import ranks
-from demopt import DeMo
-from demopt.exchange import Exchange
-
-
-def _with_bad_gradient(rank: int, world_size: int, settings: Any, bad_ranks: set[int], bad_step: int, bad: float):
-    """The history of each step."""
-    optimizer = problems.demo(weight_decay=0.1, **settings)
-    weights_and_rules = optimizer.replicator.wiring().replicated_tensors
-
-    def spoil(step: int) -> None:
-        problems.all_parameters(optimizer)[1].grad[3, 4] = bad
-
-    histories, payloads = list[problems.History](), set[int]()
-    for step in range(4):
-        momenta, before = problems.momenta(optimizer), [each.clone() for each in weights_and_rules()]
-        is_bad = step == bad_step
-        history = problems.train(optimizer, [step], rank, spoil if is_bad and rank in bad_ranks else lambda _: None)
-        assert optimizer.stats.skipped == is_bad
-        assert problems.same(weights_and_rules(), before) == is_bad
-        assert problems.same(momenta, history.momenta) == (is_bad and rank in bad_ranks)
-        assert all(bool(tensor.isfinite().all()) for tensor in history.parameters + history.momenta)
-        histories.append(history)
-        payloads.add(optimizer.stats.payload_bytes)
-    assert len(payloads) == 1
-    return histories
 
 
 @pytest.mark.parametrize(
@@ -47,16 +21,37 @@ def _with_bad_gradient(rank: int, world_size: int, settings: Any, bad_ranks: set
 )
 def test_nonfinite_gradient_skips_on_all_ranks(settings, world_size, bad_ranks, bad_step, bad):
     """optim/test_state_machine.py compares what is left in the momenta with the oracle."""
-    for of_step in zip(*ranks.run(_with_bad_gradient, world_size, settings, bad_ranks, bad_step, bad), strict=True):
+
+    def work(exchange):
+        optimizer, histories, payloads = problems.demo(exchange, weight_decay=0.1, **settings), [], set()
+        weights_and_rules = optimizer.replicator.wiring().replicated_tensors
+
+        def spoil(step):
+            if step == bad_step and exchange.rank in bad_ranks:
+                problems.all_parameters(optimizer)[1].grad[3, 4] = bad
+
+        for step in range(4):
+            momenta, before = problems.momenta(optimizer), [each.clone() for each in weights_and_rules()]
+            histories.append(problems.train(optimizer, [step], exchange.rank, spoil))
+            after, is_bad = histories[-1], step == bad_step
+            assert optimizer.stats.skipped == is_bad
+            assert problems.same(weights_and_rules(), before) == is_bad
+            assert problems.same(momenta, after.momenta) == (is_bad and exchange.rank in bad_ranks)
+            assert all(bool(tensor.isfinite().all()) for tensor in after.parameters + after.momenta)
+            payloads.add(optimizer.stats.payload_bytes)
+        assert len(payloads) == 1
+        return histories
+
+    for of_step in zip(*ranks.threads(work, world_size), strict=True):
         problems.assert_replicas(of_step)
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(kind):
-    def work(exchange: Exchange) -> None:
+    def work(exchange):
         optimizer = problems.demo(exchange) if kind == "DeMo" else problems.local(exchange)
 
-        def spoil(step: int) -> None:
+        def spoil(step):
             if exchange.rank == 1 and step not in (15, 40):
                 problems.all_parameters(optimizer)[0].grad.fill_(torch.nan)
 
@@ -92,18 +87,16 @@ def test_overflowing_finite_gradients_poison_nothing(settings, size):
     assert bool(torch.isfinite(parameter).all())
 
 
-def _scaled(
-    rank: int, world_size: int, mode: str, dtype: torch.dtype, bad_step: int | None
-) -> tuple[problems.History, list[bool], list[float]]:
-    parameters = problems.parameters(problems.FEW, dtype)
-    optimizer = DeMo(parameters, **problems.SMALL)
+def _scaled(exchange, mode, bad_step):
+    optimizer = problems.demo(exchange, dtype=torch.float64)
+    parameters = problems.all_parameters(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=mode != "off")
     fingerprints, skipped, scales = [], [], []
     for step in range(5):
         optimizer.zero_grad()
-        gradients = problems.gradients_of_ranks(parameters, step, world_size)[rank]
+        gradients = problems.gradients_of_ranks(parameters, step, 2)[exchange.rank]
         scaler.scale(sum((p * g).sum() for p, g in zip(parameters, gradients, strict=True))).backward()
-        if step == bad_step and rank == 1 and parameters[1].grad is not None:
+        if step == bad_step and exchange.rank == 1 and parameters[1].grad is not None:
             parameters[1].grad[0, 0] = inf
         if mode == "unscale first":
             scaler.unscale_(optimizer)
@@ -121,7 +114,7 @@ def _scaled(
 @pytest.mark.parametrize("bad_step", [None, 2])
 def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode, bad_step):
     """While scales grow. It calls step also on the rank that overflowed; otherwise the others would wait for it."""
-    scaled, unscaled = (ranks.run(_scaled, 2, each, torch.float64, bad_step) for each in (mode, "off"))
+    scaled, unscaled = (ranks.threads(_scaled, 2, each, bad_step) for each in (mode, "off"))
     problems.assert_replicas([history for history, _, _ in scaled])
     for (history, skipped, scales), (plain, _, _) in zip(scaled, unscaled, strict=True):
         assert skipped == [step == bad_step for step in range(5)]

@@ -2,7 +2,6 @@
 
 import functools
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, Lion, SettingsError
-from demopt.exchange import Exchange
 
-OTHER: dict[str, Any] = {
+OTHER = {
     "lr": 0.011,
     "momentum_decay": 0.91,
     "alpha": 0.5,
@@ -32,29 +30,24 @@ OTHER: dict[str, Any] = {
 }
 
 
-def _assert_named(error: SettingsError | None, odd: int, *names: str) -> None:
+def _assert_named(error, odd, *names):
     assert isinstance(error, SettingsError)
     for name in (f"rank {odd or 1}", *names):  # rank 0 is what others are compared with
         assert name in str(error)
 
 
-def _each_setting(rank: int, world_size: int, odd: int) -> dict[str, tuple[SettingsError | None, ...]]:
-    """By setting: what a rank finds if that of rank `odd` is another one, for all groups or for the second alone."""
-    found = {}
-    for name, value in OTHER.items():
-        other = {name: value} if rank == odd else {}
-        groups = [{"params": problems.parameters([(20,)])}, {"params": problems.parameters(problems.FEW), **other}]
-        pair = (problems.demo(**other), DeMo(groups, **problems.SMALL))
-        found[name] = (problems.refusal(pair[0], rank=rank), problems.refusal(pair[1], rank=rank))
-    return found
-
-
+@pytest.mark.parametrize("name", OTHER)
 @pytest.mark.parametrize(("world_size", "odd"), [(2, 0), (3, 2)])
-def test_differing_setting_is_named_with_its_rank(world_size, odd):
-    for found in ranks.run(_each_setting, world_size, odd):
-        for name, value in OTHER.items():
-            _assert_named(found[name][0], odd, f"'{name}'", str(value))
-            _assert_named(found[name][1], odd, f"'{name}'", str(value), "[1]")
+def test_differing_setting_of_all_groups_or_of_the_second_alone_is_named_with_its_rank(world_size, odd, name):
+    def work(exchange):
+        other = {name: OTHER[name]} if exchange.rank == odd else {}
+        groups = [{"params": problems.parameters([(20,)])}, {"params": problems.parameters(problems.FEW), **other}]
+        both = problems.demo(exchange, **other), DeMo(groups, process_group=exchange, **problems.SMALL)
+        return [problems.refusal(each, rank=exchange.rank) for each in both]
+
+    for of_all, of_second in ranks.threads(work, world_size):
+        _assert_named(of_all, odd, f"'{name}'", str(OTHER[name]))
+        _assert_named(of_second, odd, f"'{name}'", str(OTHER[name]), "[1]")
 
 
 def test_differing_settings_cover_every_setting():
@@ -63,33 +56,29 @@ def test_differing_settings_cover_every_setting():
     assert all(OTHER[name] != {**group, **problems.SMALL}[name] for name in OTHER)
 
 
-def _each_model(rank: int, world_size: int) -> dict[str, SettingsError | None]:
-    """What a rank finds if the parameters of rank 1 are not those of the others."""
-    few, frozen, more = (problems.parameters(shapes) for shapes in (problems.FEW, problems.FEW, [(3,)]))
-    frozen[0].requires_grad_(False)
-    models = {
-        "a parameter more": few + more,
-        "the same size, another shape": problems.parameters([(16, 32)]) + few[1:],
-        "another dtype": problems.parameters([(32, 16)], torch.bfloat16) + few[1:],
-        "a frozen parameter": frozen,
-        "another order": [few[1], few[0], *few[2:]],
-        "a group more": [{"params": few}, {"params": more}],
-        "one group for each": [{"params": [parameter]} for parameter in few],
-    }
-    found = {}
-    for kind, others in models.items():
-        of = others if rank == 1 else problems.parameters(problems.FEW)
-        found[kind] = problems.refusal(DeMo(of, **problems.SMALL), rank=rank)
-    return found
+#: The parameters of rank 1, of those that rank 0 has.
+MODELS = {
+    "a parameter more": lambda few: few + problems.parameters([(3,)]),
+    "the same size, another shape": lambda few: problems.parameters([(16, 32)]) + few[1:],
+    "another dtype": lambda few: problems.parameters([(32, 16)], torch.bfloat16) + few[1:],
+    "a frozen parameter": lambda few: [few[0].requires_grad_(False), *few[1:]],
+    "another order": lambda few: [few[1], few[0], *few[2:]],
+    "a group more": lambda few: [{"params": few}, {"params": problems.parameters([(3,)])}],
+    "one group for each": lambda few: [{"params": [parameter]} for parameter in few],
+}
 
 
-def test_differing_models_are_refused():
-    for found in ranks.run(_each_model, 2):
-        for each in found.values():
-            _assert_named(each, 1, "param_groups[")
+@pytest.mark.parametrize("kind", MODELS)
+def test_differing_models_are_refused(kind):
+    def work(exchange):
+        of = (MODELS[kind] if exchange.rank == 1 else list)(problems.parameters(problems.FEW))
+        return problems.refusal(DeMo(of, process_group=exchange, **problems.SMALL), rank=exchange.rank)
+
+    for error in ranks.threads(work, 2):
+        _assert_named(error, 1, "param_groups[")
 
 
-def _each_difference(rank: int, world_size: int) -> dict[str, SettingsError | None]:
+def _each_difference(rank, world_size):
     """In version, route, threads and precision (which can change bits of matrix products), and in two at once."""
     from demopt.replicator import wiring
 
@@ -119,18 +108,18 @@ def test_differing_version_route_and_hardware_are_refused():
         _assert_named(found["both"], 1, "param_groups[0]['update']")
 
 
-def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
-    """1, 1.0 and a tensor of it are equal; so are a rule and its name, and groups with a scheduler's additions."""
-    lr, update = [(1, "lion"), (1.0, Lion()), (torch.tensor(1.0), "lion(beta2=.99)")][rank]
-    optimizer = problems.demo(lr=lr, update=update)
-    if rank == 0:
-        optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
-        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    return problems.train(optimizer, range(2), rank)
-
-
 def test_settings_in_equivalent_forms_agree():
-    problems.assert_replicas(ranks.run(_equal_in_other_words, 3))
+    """1, 1.0 and a tensor of it are equal; so are a rule and its name, and groups with a scheduler's additions."""
+
+    def work(exchange):
+        lr, update = [(1, "lion"), (1.0, Lion()), (torch.tensor(1.0), "lion(beta2=.99)")][exchange.rank]
+        optimizer = problems.demo(exchange, lr=lr, update=update)
+        if exchange.rank == 0:
+            optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        return problems.train(optimizer, range(2), exchange.rank)
+
+    problems.assert_replicas(ranks.threads(work, 3))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +134,7 @@ def test_settings_in_equivalent_forms_agree():
 def test_settings_changed_later_are_named_before_apply(change, said):
     """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
 
-    def changed_later(exchange: Exchange) -> SettingsError | None:
+    def changed_later(exchange):
         optimizer = problems.demo(exchange)
         problems.train(optimizer, range(2), exchange.rank)
         if exchange.rank == 1:
@@ -159,7 +148,7 @@ def test_settings_changed_later_are_named_before_apply(change, said):
 def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until_they_agree():
     """A rank with a round in flight hears of another layout at its next round, after which it sends anew."""
 
-    def changed_in_flight(exchange: Exchange) -> tuple[int, int]:
+    def changed_in_flight(exchange):
         optimizer, frozen = problems.local(exchange, sync_every=1, delay=1), exchange.rank == 1
         problems.train(optimizer, range(2), exchange.rank)
         optimizer.param_groups[0]["params"][1].requires_grad_(not frozen)
@@ -180,7 +169,7 @@ def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until
 def test_inner_settings_are_compared_as_they_are_at_the_first_step():
     """Rank 0 gets its learning rate after construction."""
 
-    def equal_by_then(exchange: Exchange) -> None:
+    def equal_by_then(exchange):
         first = exchange.rank == 0
         inner = functools.partial(torch.optim.SGD, lr=0.1 if first else 1, foreach=first)  # which changes no result
         optimizer = problems.local(exchange, inner=inner)

@@ -7,9 +7,7 @@ import copy
 import functools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, make_dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,10 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.exchange import Exchange, SingleRank
+from demopt.exchange import SingleRank
 
 
-def by_state_dict(old: DeMo, carried: Callable[[Any], Any] = lambda state: state) -> DeMo:
+def by_state_dict(old, carried=lambda state: state):
     """A new optimizer over a copy of the old one's parameters, with its state loaded."""
     new = DeMo(problems.twins(old), **problems.SMALL)
     new.load_state_dict(carried(old.state_dict()))
@@ -97,7 +95,7 @@ def test_files_of_an_optimizer_hold_momentum_once(carrier):
 def test_each_tensor_of_a_state_costs_what_it_holds(make, settings):
     """A view takes all that it looks at along: of 40 parameters, 40 times as much."""
 
-    def trained(exchange: Exchange) -> dict[str, Any]:
+    def trained(exchange):
         optimizer = make(exchange, [(32, 32)] * 40, **settings)
         problems.train(optimizer, range(2), exchange.rank)
         return optimizer.state_dict()
@@ -127,7 +125,7 @@ def test_deepcopy_with_model_trains_the_copied_model():
     assert not torch.equal(twin_model.weight, before)
 
 
-def _around(inner: Any, frozen: bool = True) -> tuple[LocalDeMo, Parameter]:
+def _around(inner, frozen=True):
     """A LocalDeMo of two parameters, and the second, which may be frozen."""
     first, last = problems.parameters([(8, 8), (4,)])
     last.requires_grad_(not frozen)
@@ -157,7 +155,7 @@ def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_cam
 def test_load_state_dict_refuses_another_model():
     optimizer = problems.demo(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))
-    others: dict[str, torch.optim.Optimizer] = {
+    others = {
         r"parameter 1.*\[20\].*another": problems.demo(shapes=[(32, 16), (40,)]),
         "momentum": torch.optim.SGD(problems.twins(optimizer), momentum=0.9),
         r"parameter groups of \[1\] parameters, this optimizer of \[2\]": problems.demo(shapes=[(32, 16)]),
@@ -186,7 +184,7 @@ def test_optimizer_copies_keep_the_process_group():
         problems.assert_replicas(histories)
 
 
-def _copied_while_distributed(rank: int, world_size: int) -> list[problems.History]:
+def _copied_while_distributed(rank, world_size):
     optimizer = problems.demo()
     problems.train(optimizer, range(2), rank)
     copies = [optimizer, copy.deepcopy(optimizer), problems.by_pickle(optimizer)]
@@ -198,7 +196,7 @@ def test_pickle_refuses_a_process_group_that_was_given():
         problems.by_pickle(problems.demo(exchange=SingleRank()))
 
 
-def _mixed() -> torch.nn.Module:
+def _mixed():
     """Parameters in bfloat16, and a frozen one."""
     torch.manual_seed(0)
     frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
@@ -260,7 +258,7 @@ def test_momentum_that_a_script_replaces_is_taken():
 
 
 #: Changes of a state, which LocalDeMo puts together from its parts: they would be lost.
-CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+CHANGES = {
     "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
     "clear": lambda optimizer, _: optimizer.state.clear(),
     "setdefault": lambda optimizer, parameter: optimizer.state[parameter].setdefault("mine", 1),

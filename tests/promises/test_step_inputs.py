@@ -3,29 +3,24 @@
 Of every shape (0-D to 5-D, odd, prime, empty), real dtype and stride. Collectives never depend on data.
 """
 
-import warnings
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
 import ranks
 from demopt import DeMo
-from demopt.exchange import Collective
 from demopt.wire.message import HEADER_BYTES
 
 
 @pytest.mark.parametrize(("kind", "rounds"), [("DeMo", [0, 1, 2, 3]), ("LocalDeMo", [0, 0, 1, 1])])
 def test_closure_runs_once_before_a_round_and_its_gradients_and_loss_are_those_of_the_step(kind, rounds):
     optimizer, plain = (problems.optimizer_of(kind, problems.parameters(problems.FEW)) for _ in range(2))
-    parameters, seen = problems.all_parameters(optimizer), list[int]()
+    parameters, seen = problems.all_parameters(optimizer), []
 
-    def closure() -> float:
+    def closure():
         seen.append(int(optimizer.replicator.round_number))
         assert torch.is_grad_enabled()
         problems.set_gradients(parameters, len(seen))
@@ -44,7 +39,7 @@ def test_closure_failure_sends_and_changes_nothing():
     optimizer = problems.demo(recorder)
     problems.set_gradients(problems.all_parameters(optimizer), 0)
 
-    def closure() -> float:
+    def closure():
         raise ArithmeticError("the loss failed")
 
     with problems.unchanged(optimizer, recorder), pytest.raises(ArithmeticError, match="the loss failed"):
@@ -56,7 +51,7 @@ def test_closure_failure_sends_and_changes_nothing():
 def test_frozen_parameter_with_a_gradient_is_told_of_once_because_others_would_train_it(kind):
     """Also with one that is not finite."""
     optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW))
-    parameter, heard = problems.all_parameters(optimizer)[0], list[str]()
+    parameter, heard = problems.all_parameters(optimizer)[0], []
     for _ in range(2):
         parameter.grad = torch.full_like(parameter, torch.nan)
         parameter.requires_grad_(False)
@@ -76,20 +71,20 @@ def test_frozen_parameter_with_a_gradient_is_told_of_once_because_others_would_t
 
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure):
-    counts: Counter[str] = Counter()
+    counts = Counter()
     model = torch.nn.Linear(6, 3, bias=False)
     optimizer = DeMo(model.parameters(), maximize=True, **problems.SMALL)
     model.weight.register_hook(lambda _: counts.update(["gradient"]))
     model.weight.register_post_accumulate_grad_hook(lambda _: counts.update(["accumulated"]))
     optimizer.register_step_post_hook(lambda *_: counts.update(["after"]))
 
-    def backward() -> float:
+    def backward():
         optimizer.zero_grad()
         loss = model(torch.ones(2, 6, requires_grad=True)).sum()
         loss.backward()
         return float(loss.detach())
 
-    def clip(*_: object) -> None:
+    def clip(*_):
         counts.update(["before"])
         if model.weight.grad is not None:  # without a closure: it is in time
             model.weight.grad.zero_()
@@ -106,7 +101,7 @@ def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure):
 
 
 #: (rank, step) -> the parameters without a gradient there
-PATTERNS: dict[str, dict[tuple[int, int], set[int]]] = {
+PATTERNS = {
     "one parameter on one rank": {(1, 1): {1}},
     "at the first step": {(0, 0): {0}, (1, 0): {2}},
     "different ones on each rank": {(0, 1): {0, 3}, (1, 1): {1}, (1, 2): {2}},
@@ -116,25 +111,24 @@ PATTERNS: dict[str, dict[tuple[int, int], set[int]]] = {
 }
 
 
-def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[problems.History, list[int]]:
-    recorder = problems.Recorder(Collective(dist.group.WORLD))
-    parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(parameters, update="sgd", process_group=recorder, **problems.SMALL)
-
-    def drop(step: int) -> None:
-        for number in PATTERNS[pattern].get((rank, step), ()):
-            parameters[number].grad = torch.zeros_like(parameters[number]) if as_zeros else None
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="no parameter of this optimizer has had a gradient")
-        return problems.train(optimizer, range(4), rank, before_step=drop), recorder.lengths
-
-
+@pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 def test_missing_gradient_counts_as_zero_and_changes_no_collective():
     """Until some rank has a gradient, each step also compares fingerprints of gradients, for double synchronisation."""
-    usual: list[int] = []
+
+    def work(exchange, pattern, as_zeros):
+        recorder = problems.Recorder(exchange)
+        optimizer = problems.demo(recorder, update="sgd")
+        parameters = problems.all_parameters(optimizer)
+
+        def drop(step):
+            for number in PATTERNS[pattern].get((exchange.rank, step), ()):
+                parameters[number].grad = torch.zeros_like(parameters[number]) if as_zeros else None
+
+        return problems.train(optimizer, range(4), exchange.rank, drop), recorder.lengths
+
+    usual = []
     for pattern in PATTERNS:
-        missing, zeros = (ranks.run(_train, 2, pattern, as_zeros) for as_zeros in (False, True))
+        missing, zeros = (ranks.threads(work, 2, pattern, as_zeros) for as_zeros in (False, True))
         problems.assert_replicas([history for history, _ in missing])
         for (got, lengths), (want, of_zeros) in zip(missing, zeros, strict=True):
             assert problems.same_history(got, want), pattern
@@ -163,25 +157,26 @@ def test_sparse_gradients_are_refused_before_sending(done):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def _train_mixed(rank: int, world_size: int) -> problems.History:
-    """All shapes in all dtypes at once."""
-    parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
-    before = [parameter.detach().clone() for parameter in parameters]
-    history = problems.train(DeMo(parameters, update="sgd", **{**problems.SMALL, "lr": 0.5}), range(3), rank)
-    for parameter, was, momentum in zip(parameters, before, history.momenta, strict=True):
-        assert (parameter.shape, parameter.dtype) == (was.shape, was.dtype)
-        assert momentum.dtype == torch.promote_types(parameter.dtype, torch.float32)
-        assert bool(parameter.isfinite().all())
-        assert parameter.numel() == 0 or not torch.equal(parameter, was), parameter.shape
-    return history
-
-
 def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal():
-    problems.assert_replicas(ranks.run(_train_mixed, 3))
+    """All of them at once."""
+
+    def work(exchange):
+        parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer = DeMo(parameters, update="sgd", process_group=exchange, **{**problems.SMALL, "lr": 0.5})
+        history = problems.train(optimizer, range(3), exchange.rank)
+        for parameter, was, momentum in zip(parameters, before, history.momenta, strict=True):
+            assert (parameter.shape, parameter.dtype) == (was.shape, was.dtype)
+            assert momentum.dtype == torch.promote_types(parameter.dtype, torch.float32)
+            assert bool(parameter.isfinite().all())
+            assert parameter.numel() == 0 or not torch.equal(parameter, was), parameter.shape
+        return history
+
+    problems.assert_replicas(ranks.threads(work, 3))
 
 
 #: The same values, some in a part of a larger tensor of 77s.
-STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+STRIDES = {
     "transposed": lambda v: v.transpose(0, -1).contiguous().transpose(0, -1),
     "channels last": lambda v: v.to(memory_format=torch.channels_last),
     "every other": lambda v: torch.full((*v.shape[:-1], 2 * v.shape[-1]), 77.0, dtype=v.dtype)[..., ::2].copy_(v),
@@ -202,7 +197,7 @@ def test_step_ignores_strides(strides, strided_gradient, bits_by):
         for parameter in (plain, other):
             optimizer = DeMo([parameter], weight_decay=0.1, **problems.SMALL)
 
-            def spread(_: int, parameter: Parameter = parameter, other: Parameter = other) -> None:
+            def spread(_, parameter=parameter, other=other):
                 if strided_gradient and parameter is other:
                     parameter.grad = strided(parameter.grad)
 

@@ -2,20 +2,16 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.exchange import Exchange
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "signum": {},
     "sgd": {"update": "sgd"},
     "adamw on floats": {"update": "adamw", "values": "float32"},
@@ -31,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def _default(name: str, value: Any, before: Any) -> Iterator[None]:
+def _default(name, value, before):
     getattr(torch, f"set_default_{name}")(value)
     try:
         yield
@@ -40,7 +36,7 @@ def _default(name: str, value: Any, before: Any) -> Iterator[None]:
 
 
 DTYPES = ("float64", "bfloat16", "float16")
-DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+DEFAULTS = {
     **{name: functools.partial(_default, "dtype", getattr(torch, name), torch.float32) for name in DTYPES},
     "meta": lambda: _default("device", "meta", None),
     "with cpu": lambda: torch.device("cpu"),
@@ -48,7 +44,7 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> list[Any]:
+def _bits(exchange, kind, kernels, defaults=""):
     """The fingerprint, and the state saved and loaded, of a few steps; under the defaults in each call of demopt's."""
     settings, is_local = dict(KINDS[kind]), kind.startswith("local")
     shapes = [(33, 20), (16, 16)] if settings.get("update") == "muon" else problems.FEW
@@ -61,7 +57,7 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
         if each.__name__ != "library":
             each.cache_clear()  # constants that other tests have made under no defaults
 
-    def make(of: list[Parameter]) -> Any:
+    def make(of):
         with under() if defaults != "inference" else torch.no_grad():
             if is_local:
                 inner = torch.optim.SGD(of, lr=0.1)
@@ -70,7 +66,7 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
 
     optimizer = make(parameters)
 
-    def train(steps: range) -> None:
+    def train(steps):
         for number in steps:
             problems.set_gradients(parameters, number, exchange.rank)
             with under() if number != 6 else torch.no_grad():

@@ -4,30 +4,26 @@ An exchange that fails on all ranks is an action of optim/test_state_machine.py 
 """
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo, MessageError
-from demopt.exchange import Exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
 
-def _local(world_size: int, **settings: Any) -> str:
+def _local(world_size, **settings):
     inner = torch.optim.SGD([Parameter(torch.zeros(2048, 1024))], lr=0.1)
     optimizer = LocalDeMo(inner, process_group=problems.OneOf(0, world_size), **settings)
     optimizer.extract()
     return optimizer.replicator.stats.route
 
 
-def _received(why: str) -> list[int]:
+def _received(why):
     return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", why)]
 
 
@@ -52,7 +48,7 @@ def test_route_auto_of_other_pseudo_gradients_is_gather(settings, says):
         _local(64, route="owner", **settings)
 
 
-def _demo(world_size: int, **settings: Any) -> str:
+def _demo(world_size, **settings):
     optimizer = DeMo([Parameter(torch.zeros(64, 64))], process_group=problems.OneOf(0, world_size), **settings)
     optimizer.extract()
     return optimizer.stats.route
@@ -71,17 +67,17 @@ def test_too_many_ranks_for_exact_sums_are_refused():
 
 
 MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of chunks, so that several ranks own some
-ON: dict[str, Callable[..., Any]] = {"gather": problems.demo, "owner": problems.two_way}
+ON = {"gather": problems.demo, "owner": problems.two_way}
 
 
-def _corrupted(exchange: Exchange, route: str, bad_rank: int, place: int) -> tuple[BaseException | None, list[int]]:
+def _corrupted(exchange, route, bad_rank, place):
     """A bit that rank 0 receives from `bad_rank` is flipped, in the collective `place` of the third step.
 
     Then all take rank 1's weights.
     """
-    flips = list[bool]()  # in the collectives to come
+    flips = []  # in the collectives to come
 
-    def flip(rows: Tensor) -> Tensor:
+    def flip(rows):
         if flips and flips.pop(0):
             rows[bad_rank, 64] ^= 1
         return rows

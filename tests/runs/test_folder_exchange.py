@@ -7,7 +7,6 @@ import os
 import random
 import re
 import threading
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -316,13 +315,13 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, 
     assert second.digest == before
 
 
-def adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+def adamw(parameters):
     """Two optimizers, of the first layer and of the second."""
     weight, bias, *second = parameters
     return [torch.optim.AdamW(each, lr=1e-3) for each in ([weight, bias], second)]
 
 
-def moments(worker: Worker) -> list[Any]:
+def moments(worker):
     """What the inner optimizers know of each parameter."""
     return [entry for inner in worker.optimizer.inner for entry in inner.state.values()]
 
@@ -501,7 +500,7 @@ def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
     """Requests side by side are one trip: the message and a look, the others' messages, the manifest."""
     bare, decided = ObjectStore(), threading.Event()
 
-    def wait(call: str) -> None:
+    def wait(call):
         if call == "list" and log.look(bare, 0).messages:
             decided.wait()  # the first worker does not look before the last one has decided
 
@@ -518,7 +517,7 @@ def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
 @pytest.mark.parametrize("count", [1, 3])
 def test_requests_of_a_round_are_those_of_the_documents(count):
     """Between two checkpoints. Lists have no upper limit: how often a worker looks again depends on speed."""
-    bare, calls = ObjectStore(), list[str]()
+    bare, calls = ObjectStore(), []
     workers = [Worker(stores.Through(bare, calls.append), seed, checkpoint_every=100) for seed in range(count)]
     together(workers, 1)
     calls.clear()
@@ -531,7 +530,7 @@ def test_requests_of_a_round_are_those_of_the_documents(count):
 
 def test_worker_whose_look_has_listed_its_own_message_does_not_read_that(monkeypatch):
     monkeypatch.setattr("demopt.runs.exchange._STILL_THERE", math.inf)  # the put goes beside the look at any speed
-    bare, calls = ObjectStore(), list[str]()
+    bare, calls = ObjectStore(), []
 
     def hook(call):
         calls.append(call)

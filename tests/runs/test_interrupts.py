@@ -7,8 +7,6 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -28,30 +26,30 @@ SOURCE = str(Path(demopt.__file__).parent)
 class CtrlC:
     """Raises SIGINT at a line of the library that the main thread executes, counted from 1; never in other threads."""
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at):
         self.at, self.lines, self.has_interrupted = at, 0, False
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def __call__(self, frame, event, arg):
         return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
 
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _line(self, frame, event, arg):
         self.lines += event == "line"
         if self.lines >= self.at and not _in_background(frame):
             self.at = float("inf")
             signal.raise_signal(signal.SIGINT)
         return self._line
 
-    def __enter__(self) -> "CtrlC":
+    def __enter__(self):
         sys.settrace(self)
         return self
 
-    def __exit__(self, kind: Any, *rest: Any) -> bool:
+    def __exit__(self, kind, *rest):
         sys.settrace(None)
         self.has_interrupted = kind is KeyboardInterrupt
         return self.has_interrupted
 
 
-def _in_background(frame: FrameType | None) -> bool:
+def _in_background(frame):
     while frame is not None and frame.f_code is not AtOnce.submit.__code__:
         frame = frame.f_back
     return frame is not None
@@ -59,13 +57,13 @@ def _in_background(frame: FrameType | None) -> bool:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.usefixtures("still")
-def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in_the_run(delay: int) -> None:
+def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in_the_run(delay):
     lines = _interrupted(delay, float("inf"))
     for at in random.Random(delay).sample(range(1, lines), 25):
         _interrupted(delay, at)
 
 
-def _interrupted(delay: int, at: float) -> int:
+def _interrupted(delay, at):
     """Interrupts one of two workers in two steps, of which the second has a round; returns the lines of these."""
     store = ObjectStore()
     workers = [Counter(store, number, delay) for number in range(2)]
@@ -85,12 +83,12 @@ def _interrupted(delay: int, at: float) -> int:
 @pytest.mark.parametrize(("delay", "inside"), [(0, (Replicator, "_count_skips")), (1, (Session, "submit"))])
 @pytest.mark.usefixtures("still")
 def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, inside, monkeypatch):
-    def saved(number: int, _: Any) -> None:
+    def saved(number, _):
         states.append(copy.deepcopy(workers[1].optimizer.own_state_dict()))
         signal.signal(number, signal.SIG_DFL)
         raise SystemExit
 
-    store, states, call = ObjectStore(), list[Any](), getattr(*inside)
+    store, states, call = ObjectStore(), [], getattr(*inside)
     workers = [Counter(store, number, delay) for number in range(2)]
     for taken in range(4):
         workers[0].step()
@@ -109,10 +107,10 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
 
 @pytest.mark.usefixtures("still")
 def test_round_whose_words_raise_an_error_counts_every_step_once():
-    def fail(text: str) -> None:
+    def fail(text):
         raise BrokenPipeError(text)
 
-    store, said = ObjectStore(), list[str]()
+    store, said = ObjectStore(), []
     workers = [Counter(store, number, 0) for number in range(3)]
     workers[0].run.say = at_first(fail, said.append)
     for taken in range(6):
@@ -121,8 +119,8 @@ def test_round_whose_words_raise_an_error_counts_every_step_once():
     assert times_applied(store, workers)[0] == [1.0] * 6
 
 
-def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later() -> None:
-    def interrupted(at: float) -> int:
+def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later():
+    def interrupted(at):
         parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)
         del codec["error_decay"]
         optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, process_group=SingleRank(), update="sgd", **codec)
@@ -141,7 +139,7 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
         interrupted(at)
 
 
-def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch):
     parameter = torch.nn.Parameter(torch.zeros(64))
     optimizer = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, process_group=SingleRank())
     parameter.grad = torch.ones_like(parameter)
@@ -152,18 +150,18 @@ def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch: pytest.
     assert not optimizer.weights_differ
 
 
-def test_signals_that_wait_are_all_handled_and_both_handlers_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled, set_handler = list[int](), signal.signal
+def test_signals_that_wait_are_all_handled_and_both_handlers_are_as_before(monkeypatch):
+    handled, set_handler = [], signal.signal
 
-    def leave(number: int, _: Any) -> None:
+    def leave(number, _):
         handled.append(number)
         raise SystemExit
 
-    def fails_after(number: Any, handler: Any) -> None:
+    def fails_after(number, handler):
         set_handler(number, handler)
         raise KeyboardInterrupt  # as if it came now
 
-    def interrupted(restore: Any) -> None:
+    def interrupted(restore):
         with uninterrupted():
             for number in both:
                 signal.raise_signal(number)
@@ -184,10 +182,10 @@ def test_signals_that_wait_are_all_handled_and_both_handlers_are_as_before(monke
             set_handler(number, handler)
 
 
-def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_before() -> None:
-    before, done = signal.getsignal(signal.SIGINT), list[str]()
+def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_before():
+    before, done = signal.getsignal(signal.SIGINT), []
 
-    def interrupted() -> None:
+    def interrupted():
         with uninterrupted():
             with uninterrupted():
                 signal.raise_signal(signal.SIGINT)
@@ -199,8 +197,8 @@ def test_interrupt_waits_for_the_end_of_the_outer_context_and_handlers_are_as_be
     assert (done, signal.getsignal(signal.SIGINT)) == (["inner", "outer"], before)
 
 
-def test_signal_at_any_line_of_the_context_is_handled_once_and_one_that_waits_then_too() -> None:
-    raised, handled = list[int](), list[int]()
+def test_signal_at_any_line_of_the_context_is_handled_once_and_one_that_waits_then_too():
+    raised, handled = [], []
     signal.signal(signal.SIGUSR1, lambda *_: handled.append(at))
     for at in itertools.count(1):
         with CtrlC(at) as ctrl_c, uninterrupted():

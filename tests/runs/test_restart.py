@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("still")
 def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay, decided, saved):
     bare, away = ObjectStore(), threading.Event()
 
-    def put_if_absent(name: str, data: bytes) -> bool:
+    def put_if_absent(name, data):
         if away.is_set() and name.endswith("/manifest"):
             raise StoreError("away")
         return bare.put_if_absent(name, data)

@@ -120,7 +120,7 @@ def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(s
     first.run.late = second.run.late = 60.0
     first.step()
 
-    def interrupt() -> None:
+    def interrupt():
         while not log.look(store, 0).messages:
             time.sleep(0.01)
         time.sleep(0.2)  # the main thread waits by then, or is interrupted on its way
@@ -197,7 +197,7 @@ def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(stor
 @pytest.mark.usefixtures("still")
 def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
     """The store falls into two parts, and later shows one's manifests, and the messages of both."""
-    bare, said = ObjectStore(), list[str]()
+    bare, said = ObjectStore(), []
     workers = [Counter(bare, number, delay=0) for number in range(2)]
     workers[1 - wins].run.say = said.append
     for worker in workers * 4:
@@ -225,7 +225,7 @@ def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
     assert weights_digest(workers[0].optimizer.replicator) == replayed(bare)[-1]
 
 
-def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
+def copy(source, target, only=""):
     """Puts the objects of a store, whose names end so, into another one in which they are absent."""
     for each in obstore.list(source._store).collect():
         if each["path"].endswith(only):

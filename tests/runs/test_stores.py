@@ -47,7 +47,7 @@ def test_of_racing_puts_one_wins_and_its_bytes_are_whole(kind, races, tmp_path, 
 
 
 def test_handler_of_a_signal_runs_while_a_request_lasts(monkeypatch):
-    came, found = threading.Event(), list[bool]()
+    came, found = threading.Event(), []
 
     def answers_late(*_):
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -8,9 +8,7 @@ import math
 import shutil
 import struct
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -41,13 +39,13 @@ def text():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text):
-    place: Path = tmp_path_factory.mktemp("finished")
+    place = tmp_path_factory.mktemp("finished")
     forked.demopt("train", "--run", place / "run", "--out", place / "out", "--data", text, *FLAGS.split())
     return place / "run"
 
 
 def test_joining_worker_takes_the_threads_of_openmp(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "set_num_threads", (asked := list[int]()).append)
+    monkeypatch.setattr(torch, "set_num_threads", (asked := []).append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for number, words in enumerate(((), ("--threads", 3))):
         forked.demopt("join", finished, "--out", tmp_path / str(number), *words)
@@ -58,7 +56,7 @@ def test_joining_worker_takes_the_threads_of_openmp(finished, tmp_path, monkeypa
 def edited(finished, tmp_path):
     """edited(name, change): a copy of the run in which an object's JSON was changed."""
 
-    def edit(name: str, change: Callable[[Any], object]) -> Path:
+    def edit(name, change):
         run = Path(shutil.copytree(finished, tmp_path / "run"))
         place = run / name
         place.chmod(0o644)
@@ -71,7 +69,7 @@ def edited(finished, tmp_path):
 
 
 MANIFEST = "rounds/00000003/manifest"
-EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
+EDITS = {
     "escapes": (MANIFEST, lambda m: m.update(refused={"w": ESCAPES, ESCAPES: "r"}, at=ESCAPES)),
     "loss is text": (MANIFEST, lambda m: m["senders"][0].update(note={"loss": "boom", "sequences": "boom"})),
     "loss has 400 digits": (MANIFEST, lambda m: m["senders"][0].update(note={"loss": 10**400})),
@@ -167,7 +165,7 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, t
     words = ("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
     propose = log.propose
 
-    def fails(store: Any, manifest: log.Manifest) -> Any:
+    def fails(store, manifest):
         if manifest.round == 2:
             raise ExchangeError("the store did not answer for 600 s")
         return propose(store, manifest)

@@ -13,9 +13,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import servers
@@ -26,7 +24,7 @@ import models
 from demopt.errors import DriftError, ExchangeError
 from demopt.runs import log
 from demopt.runs.key import Keyed
-from demopt.runs.store import Store, open_store
+from demopt.runs.store import open_store
 from demopt.train.runs import worker
 from forked import LIMIT, wait_for
 
@@ -38,7 +36,7 @@ SMALL = FLAGS.split()
 GONE, ENDS = "a member is gone", 2
 
 
-def _command(words: list[str], output: str, allowed: str, environment: dict[str, str], end: str) -> None:
+def _command(words, output, allowed, environment, end):
     """The command `demopt WORDS` in a process of its own. A round begins when the test allows it.
 
     Rounds wait for all members, however slow the machine is, until the test says that a member is gone. `end`: how the
@@ -50,7 +48,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
 
     exchange_round, put = FolderExchange.exchange_round, FolderExchange._put
 
-    def held(self: Any, wiring: Any, header: Any, *rest: Any) -> Any:
+    def held(self, wiring, header, *rest):
         while not any(int(path.name) >= header.round_number for path in Path(allowed).glob("[0-9]*")):
             time.sleep(0.005)
         self.late = 1.0 if Path(allowed, GONE).exists() else LIMIT
@@ -62,7 +60,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
             return dataclasses.replace(outcome, error=DriftError(ENDS))
         return outcome
 
-    def last(self: Any, mine: log.Envelope) -> log.Envelope:
+    def last(self, mine):
         placed = put(self, mine)
         if mine.round == ENDS and end == "killed at the message":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +72,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
 
     numbered = worker.numbered
 
-    def noted(tokens: Any, config: Any, numbers: Any) -> Any:
+    def noted(tokens, config, numbers):
         with Path(f"{output}.read").open("a") as file:
             file.write("".join(f"{number}\n" for number in numbers))
         return numbered(tokens, config, numbers)
@@ -93,21 +91,21 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
 class Machines:
     """Processes of one run, whose rounds begin when `allow` says so."""
 
-    def __init__(self, place: Path, command: Callable[..., str]) -> None:
+    def __init__(self, place, command):
         self.command = command
         self.place, self.run = place, str(place / "run")
-        self.allowed, self.started = place / "allowed", list[Any]()
+        self.allowed, self.started = place / "allowed", []
         self.allowed.mkdir()
         text = place / "text"
         text.mkdir()
         for name in ("calendar", "heapq", "textwrap"):
             shutil.copy(Path(sysconfig.get_path("stdlib"), f"{name}.py"), text)
         self.data = ("--data", str(text))
-        self.environment: dict[str, str] = {}
-        self.key: bytes | None = None
-        self.key_flags: tuple[str, ...] = ()
+        self.environment = {}
+        self.key = None
+        self.key_flags = ()
 
-    def use_bucket(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_bucket(self, kind, monkeypatch):
         """The run is in a bucket, and has a key."""
         self.environment = servers.environment(kind, monkeypatch)
         self.run = f"{servers.BUCKETS[kind][1]}/{self.place.name}-{time.time_ns()}"
@@ -116,7 +114,7 @@ class Machines:
         file.chmod(0o600)
         self.key_flags = ("--key-file", str(file))
 
-    def start(self, *words: object, out: str, end: str = "", at: int | None = None) -> Any:
+    def start(self, *words, out, end="", at=None):
         """Starts a command; `at`: and waits until its worker has asked to be waited for in this round."""
         command = [*map(str, words), "--out", str(self.place / out)]
         given = (command, str(self.place / f"{out}.log"), str(self.allowed), self.environment, end)
@@ -127,34 +125,34 @@ class Machines:
             wait_for(lambda: log.look(store, at).hellos)
         return self.started[-1]
 
-    def train(self, out: str, *more: object, steps: int = 60, **how: Any) -> Any:
+    def train(self, out, *more, steps=60, **how):
         words = ("--run", self.run, *self.key_flags, *SMALL, "--steps", steps, *self.data, *more)
         return self.start("train", *words, out=out, **how)
 
-    def join(self, out: str, *more: object, **how: Any) -> Any:
+    def join(self, out, *more, **how):
         return self.start("join", self.run, *self.key_flags, "--threads", 1, "--late", 1, *more, out=out, **how)
 
-    def told(self, command: str, *more: str) -> str:
+    def told(self, command, *more):
         """What a command prints about the run."""
         return self.command(command, self.run, *self.key_flags, *more)
 
-    def said(self, out: str) -> str:
+    def said(self, out):
         return (self.place / f"{out}.log").read_text()
 
-    def allow(self, number: int) -> None:
+    def allow(self, number):
         (self.allowed / str(number)).touch()
 
-    def reach(self, number: int) -> log.Manifest:
+    def reach(self, number):
         """Lets rounds begin, up to this one; returns its manifest."""
         self.allow(number)
         return self.manifest(number)
 
-    def kill(self, process: Any) -> None:
+    def kill(self, process):
         """Kills a worker, for which later rounds wait a second."""
         (self.allowed / GONE).touch()
         process.kill()
 
-    def leave(self, process: Any, out: str, until: int) -> None:
+    def leave(self, process, out, until):
         """Ends a worker by SIGTERM, after its round, for which rounds may begin until this one."""
         os.kill(process.pid, signal.SIGTERM)
         wait_for(lambda: "stopping after one more round" in self.said(out))
@@ -162,25 +160,25 @@ class Machines:
         assert self.code(process) == 143, self.said(out)
 
     @property
-    def store(self) -> Store:
+    def store(self):
         store = open_store(self.run)
         return Keyed(store, self.key) if self.key else store
 
-    def manifest(self, number: int) -> log.Manifest:
+    def manifest(self, number):
         """Waits for a round's manifest."""
         store = self.store
         wait_for(lambda: log.look(store, number).has_manifest)
         return log.read_manifest(store, log.read_record(store).identity, number)
 
-    def ended(self, process: Any, out: str) -> str:
+    def ended(self, process, out):
         assert self.code(process) == 0, self.said(out)
         return re.search(r"weights after \d+ rounds: sha256 ([0-9a-f]{64})", self.said(out))[1]
 
-    def code(self, process: Any) -> int:
+    def code(self, process):
         process.join(LIMIT)
         return process.exitcode
 
-    def rows(self, out: str) -> list[dict[str, Any]]:
+    def rows(self, out):
         """The metrics of a worker."""
         return [json.loads(line) for line in (self.place / out / "metrics.jsonl").read_text().splitlines()]
 

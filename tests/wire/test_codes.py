@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("bits_by")
 
 
 @st.composite
-def _numbers(draw: st.DrawFn) -> tuple[list[int], int]:
+def _numbers(draw):
     width = draw(st.integers(1, 32))
     return draw(st.lists(st.integers(0, 2**width - 1), max_size=40)), width
 
@@ -35,7 +35,7 @@ def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case, rows):
 
 
 @st.composite
-def _case(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
+def _case(draw):
     """The length of chunks, and their positions: random ones, the first and the last."""
     length = draw(st.integers(1, 300))
     keep = draw(st.integers(1, length) | st.sampled_from([1, max(1, length - 1)]))
@@ -90,7 +90,7 @@ _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 
 
 @st.composite
-def _chunks(draw: st.DrawFn) -> list[list[float]]:
+def _chunks(draw):
     """Numbers of few bits, so that the order of summation does not change their mean."""
     scale = draw(st.integers(-90, 90))
     keep = draw(st.integers(1, 9))

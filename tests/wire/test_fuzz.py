@@ -4,19 +4,16 @@ Every field and bit of a header is refused in test_message.py, damage on the way
 """
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import problems
 from demopt import DeMo, LocalDeMo, MessageError
 from demopt.wire.checksum import checksum
 
 CULPRIT = 1  # of two ranks; rank 0 reads
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "float32": {"values": "float32"},
     "float64": {"values": "float64", "update": "sgd", "transform": "identity"},
     "2-bit": {"values": "2-bit", "update": "nesterov", "gradient_scale": "lr"},
@@ -29,15 +26,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Carried(problems.OneOf):
     """One of two ranks: `parts` are those that an owner receives."""
 
-    def __init__(self, rank: int, parts: Tensor | None = None) -> None:
+    def __init__(self, rank, parts=None):
         super().__init__(rank, 2)
         self.parts = parts
 
-    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+    def all_to_all(self, parts_WB):
         return self.parts
 
 
-def _mutated(rows: Tensor, generator: random.Random) -> Tensor:
+def _mutated(rows, generator):
     """The rows with the culprit's mutated; three in five get a correct checksum again. All rows change in length."""
     data = bytearray(bytes(rows[CULPRIT].tolist()))
     (kind,) = generator.choices(("length", "bits", "copy", "fill", "body"), (2, 43, 15, 20, 20))
@@ -64,12 +61,12 @@ def _mutated(rows: Tensor, generator: random.Random) -> Tensor:
     return after
 
 
-def _exchanged(name: str, damage: Callable[[Tensor], Tensor]) -> tuple[DeMo | LocalDeMo, Tensor]:
+def _exchanged(name, damage):
     """The optimizer of rank 0 and the result of its exchange, damaged.
 
     On route owner: "answers", or "parts": damage to those that it owns.
     """
-    optimizers: list[DeMo | LocalDeMo] = []
+    optimizers = []
     for rank in range(2):
         if name in ("answers", "parts"):
             optimizers.append(problems.two_way(Carried(rank), [(17, 8), (5,)], chunk=8))
@@ -92,7 +89,7 @@ def _exchanged(name: str, damage: Callable[[Tensor], Tensor]) -> tuple[DeMo | Lo
     return optimizers[0], rows if name == "parts" else damage(rows)
 
 
-def _is_refused(optimizer: DeMo | LocalDeMo, rows: Tensor, whole: bool) -> bool:
+def _is_refused(optimizer, rows, whole):
     """Whether the rows were refused, and nothing changed; or all is finite. `whole`: the culprit can be told."""
     before, momenta = optimizer.fingerprint(state=True), problems.momenta(optimizer)
     refusal = None
@@ -114,9 +111,9 @@ def _is_refused(optimizer: DeMo | LocalDeMo, rows: Tensor, whole: bool) -> bool:
 def test_mutated_message_is_refused_or_makes_sense(name):
     refused, ends = 0, []
     for seed in range(150):
-        generator, pair = random.Random(seed), list[Tensor]()  # true and damaged
+        generator, pair = random.Random(seed), []  # true and damaged
 
-        def damage(rows: Tensor, generator: random.Random = generator, pair: list[Tensor] = pair) -> Tensor:
+        def damage(rows, generator=generator, pair=pair):
             pair[:] = rows.clone(), _mutated(rows, generator)
             return pair[1]
 

@@ -13,7 +13,7 @@ from demopt import DeMo, LocalDeMo
 from demopt.codec.hyperparameters import Codec
 from demopt.errors import MessageError
 from demopt.wire import layout
-from demopt.wire.coefficients import Coefficients, SignBits, Strongest, code_faults, number_faults
+from demopt.wire.coefficients import SignBits, Strongest, code_faults, number_faults
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section
 from demopt.wire.message import HEADER_BYTES
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_of
@@ -21,7 +21,7 @@ from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_of
 LENGTHS = st.integers(1, 128 * 128) | st.sampled_from([1, 2, 4096, 32767, 32768, 32769, 65536])
 
 
-def _drawn(section: Section, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(section, seed):
     """Random positions [C, K], the last one of each chunk among them, and values of unlike scales."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(section.chunks, section.length, generator=generator)
@@ -31,11 +31,11 @@ def _drawn(section: Section, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return positions, scale * torch.randn(section.chunks, section.keep, generator=generator)
 
 
-def _messages(section: Section, world_size: int) -> torch.Tensor:
+def _messages(section, world_size):
     return torch.stack([torch.cat(section.encode(*_drawn(section, rank))) for rank in range(world_size)])
 
 
-def _assert_same(one: Coefficients, other: Coefficients) -> None:
+def _assert_same(one, other):
     assert torch.equal(one.values, other.values)
     if isinstance(one, Strongest) and isinstance(other, Strongest):
         assert bool((one.positions == other.positions).all())
@@ -115,11 +115,11 @@ _BLOCK += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
 GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
 
 
-def _layout(optimizer: DeMo | LocalDeMo) -> Layout:
+def _layout(optimizer):
     return optimizer.replicator.wiring().route.layout
 
 
-def _bare(shapes: list[tuple[int, ...]]) -> list[Parameter]:
+def _bare(shapes):
     return [Parameter(torch.empty(shape, device="meta")) for shape in shapes]
 
 

@@ -2,7 +2,6 @@
 
 import random
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from demopt.wire import message as flag
 from demopt.wire.checksum import checksum, fingerprint
 from demopt.wire.coefficients import Strongest
 from demopt.wire.layout import Layout, Section
-from demopt.wire.message import Header, RawHeader, check_headers, handshake_due, pack_message, read_headers
+from demopt.wire.message import Header, check_headers, handshake_due, pack_message, read_headers
 from demopt.wire.quantizers import QUANTIZERS
 from oracles import wire as literal
 
@@ -25,7 +24,7 @@ LENGTHS = [16, 3]
 
 #: Messages of these coefficients in full. A change of one of them changes the wire: raise message.VERSION.
 HEAD = "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708 1112131415161718 0500000000000000 "
-GOLDEN: dict[str, str] = {
+GOLDEN = {
     "float64": HEAD
     + "6000000007000000 4f88a176e742b27a 39e4cd2300000000 0000f03f00000000 000000c000000000 0000e03f00000000 "
     + "0000e0bf00000000 0000000000000000 0000204000000000 000020c000000000 0000104000000000 000008c000000000 "
@@ -38,7 +37,7 @@ GOLDEN: dict[str, str] = {
 }
 
 
-def _sections(values: str) -> tuple[Section, ...]:
+def _sections(values):
     shapes = zip(POSITIONS, LENGTHS, strict=True)
     return tuple(Section(len(chunks), length, len(chunks[0]), values) for chunks, length in shapes)
 
@@ -83,7 +82,7 @@ def test_check_reads_golden_messages(values):
 BODY = 24
 
 
-def _resealed(message: torch.Tensor, at: int, form: str, value: int | bytes) -> torch.Tensor:
+def _resealed(message, at, form, value):
     """The message with one field changed and its checksum made right."""
     data = bytearray(bytes(message.tolist()))
     struct.pack_into("<" + form, data, at, value)
@@ -92,7 +91,7 @@ def _resealed(message: torch.Tensor, at: int, form: str, value: int | bytes) -> 
     return torch.frombuffer(data, dtype=torch.uint8).clone()
 
 
-FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
+FIELDS = {
     "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
     "version": (4, "H", 1, "version 1"),
     "an unknown flag": (6, "H", 0x8010, "unknown flags 0x8010"),
@@ -110,20 +109,20 @@ FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
 }
 
 
-def _three() -> torch.Tensor:
+def _three():
     return torch.stack(
         [pack_message(replace(HEADER, rank=rank), torch.full((BODY,), rank, dtype=torch.uint8)) for rank in range(3)]
     )
 
 
-def _check(messages: torch.Tensor, answers: bool = False) -> list[RawHeader]:
+def _check(messages, answers=False):
     """The headers, checked."""
     headers = read_headers(messages)
     check_headers(headers, HEADER, BODY, answers)
     return headers
 
 
-def _refused(messages: torch.Tensor, says: str) -> MessageError:
+def _refused(messages, says):
     with pytest.raises(MessageError, match=says) as caught:
         _check(messages)
     return caught.value
@@ -166,7 +165,7 @@ def test_check_refuses_every_flipped_bit():
         assert _refused(damaged, ".").rank == 1
 
 
-CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+CUTS = {
     "a byte short": lambda m: m[:, :-1],
     "a byte long": lambda m: torch.cat((m, m[:, :1]), 1),
     "a header": lambda m: m[:, :64],
@@ -227,7 +226,7 @@ def test_check_names_the_first_bad_rank_whatever_is_wrong():
     assert _refused(messages, "unknown flags").rank == 0
 
 
-def _tensor(data: bytes) -> torch.Tensor:
+def _tensor(data):
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
