@@ -141,10 +141,7 @@ def fingerprints(optimizer: Any, steps: Iterable[int], rank: int = 0, before_ste
 
 
 def refusal(optimizer: DeMo | LocalDeMo, step: int = 0, rank: int = 0) -> Any:
-    """The error of one step that is not applied, after which (global) weights and rules are as before; or None.
-
-    A state can be saved then. Momenta may have changed: optim/test_state_machine.py has them.
-    """
+    """The error of a step that is not applied, after which weights and rules are as before, and can be saved."""
     set_gradients([parameter for parameter in all_parameters(optimizer) if parameter.requires_grad], step, rank)
     before = optimizer.fingerprint(state=True)
     try:

@@ -122,10 +122,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`function(exchange, *args)` in each of `world_size` threads: what each returned; the first error is raised.
-
-    Whoever waits for a rank that has failed gives up at once.
-    """
+    """`function(exchange, *args)` in each of `world_size` threads: what each returned; the first error ends all."""
     shared = Threads(world_size, timeout=100.0)  # only what hangs takes so long
     with one_core():
         try:

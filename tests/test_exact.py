@@ -1,7 +1,4 @@
-"""Exact decoding: order, precision, threads and blocks do not matter; the error stays small.
-
-See docs/algorithm.md.
-"""
+"""Exact decoding (docs/algorithm.md): order, precision, threads and blocks do not matter; the error stays small."""
 
 import math
 

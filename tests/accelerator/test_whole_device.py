@@ -1,7 +1,4 @@
-"""On an accelerator whose memory the host may not touch, everything runs, with the CPU's bits.
-
-And the rest of the library: buffers, checkpoints, folders, memory, waits, and state on the host.
-"""
+"""On an accelerator whose memory the host may not touch, the whole library runs, with the CPU's bits."""
 
 import copy
 import functools
@@ -37,10 +34,7 @@ DRAWING = threading.Lock()
 
 
 class Small(nn.Module):
-    """Equal layers, matrices padded to chunks, a convolution in another memory layout, vectors, a number.
-
-    One parameter is frozen, and one unused.
-    """
+    """Equal layers, matrices padded to chunks, a convolution in another layout; one parameter frozen, one unused."""
 
     def __init__(self):
         super().__init__()
@@ -427,10 +421,7 @@ def _waits(rank, world_size, case):
 
 @pytest.mark.parametrize("case", WAITS)
 def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy, case):
-    """On route owner they arrive twice, and before it answers an owner must know on the host that all parts are whole.
-
-    It must also know which of them are flagged, and their weights: that is the third.
-    """
+    """An owner waits once more: before it answers, its host must know that all parts are whole, and their weights."""
     assert max(on_toy(_waits, 1, case)[0]) <= WAITS[case]
 
 

@@ -1,7 +1,4 @@
-"""Another number of ranks: the share that each takes over; no gradient is lost, and none counts twice.
-
-consolidate_state_dict: one rank's file holds all ranks' states; each takes its own, also among more or fewer.
-"""
+"""Another number of ranks, from their states or one consolidated file: no gradient is lost, and none counts twice."""
 
 import functools
 import io

@@ -35,10 +35,7 @@ def settings(case):
 
 
 def reproduce(rank, world_size, case):
-    """One rank's part of a history, with the keys of golden ones, and its fingerprints after each step.
-
-    The sign of an update is read off the parameters' movement; momenta are dense, in the parameter's domain.
-    """
+    """One rank's part of a history: signs of updates by movements, dense momenta, and each step's fingerprint."""
     golden = load(case, world_size)
     parameters = {name: Parameter(golden[f"init.{name}"].double()) for name in TENSORS}
     optimizer = demopt.DeMo(parameters.values(), lr=1.0, **settings(case))
@@ -87,10 +84,7 @@ def oracle_history(case, world_size):
 
 
 def assert_reproduced(golden, ran, zeros, rank):
-    """Every sign, every parameter that has not moved by a sign of rounding errors, and the momenta.
-
-    Those to float32's precision at the size that momenta have: the files were rounded before the last feedback.
-    """
+    """Every sign, each parameter that no sign of rounding errors moved, and momenta, which files have in float32."""
     largest = max(float(golden[f"momentum_final.{name}"].abs().max()) for name in TENSORS)
     bound = torch.finfo(torch.float32).eps * largest
     for name in TENSORS:

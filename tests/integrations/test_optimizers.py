@@ -1,8 +1,4 @@
-"""Optimizers from PyPI inside LocalDeMo: each row of the table in docs/integrations.md, found out again.
-
-A class trains (ranks end with equal weights, and the loss falls), resumes (with the bits of the run that went on),
-joins a run in a folder that is under way, and consolidates; or it is refused in words.
-"""
+"""Optimizers from PyPI inside LocalDeMo: each row of the table in docs/integrations.md, found out again."""
 
 import importlib.util
 import io

@@ -86,10 +86,7 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks,
 
 
 def _evaluated(rank, world_size, out, strategy):
-    """The sums of weights at each evaluation, in the last checkpoint with its name, and in the model after training.
-
-    `strategy`: of saving; or the hook of a callback after ours, which decides to evaluate and save.
-    """
+    """Sums of weights: at each evaluation, in the last checkpoint, after training; `strategy`: of saving, or a hook."""
     seen = []
 
     def look(*given, model, **parts):

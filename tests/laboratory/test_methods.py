@@ -1,7 +1,4 @@
-"""Each method's step against its paper, spelled out for one matrix and three workers; and its bytes.
-
-Simulated workers end with the weights, momenta and bytes of real ranks, bit for bit; and of `demopt train`.
-"""
+"""Each method's step against its paper, for one matrix and three workers; simulated workers against real ranks."""
 
 import functools
 import json
@@ -204,10 +201,7 @@ def network():
 
 
 def compute_gradients(model, case, step, rank, bad):
-    """Worker `rank`'s, of its own data.
-
-    With `bad` a gradient of rank 1 is not finite in step 2, and under LocalDeMo one of its weights in step 4.
-    """
+    """Of its own data; if `bad`, rank 1's is not finite in step 2, and under LocalDeMo one of its weights in step 4."""
     model.zero_grad()
     inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
     model(inputs).square().mean().backward()

@@ -8,10 +8,7 @@ from demopt.optim.local_weights import LocalWeights
 
 @pytest.fixture(autouse=True, params=["beside", "on the host"])
 def _state(request, monkeypatch):
-    """On the host: the parameters count as those of an accelerator, so that all that differs is done.
-
-    tests/accelerator has a device that is really another one.
-    """
+    """On the host: as if parameters were an accelerator's, so that all that differs is done."""
     if request.param == "on the host":
         init = LocalWeights.__init__
 

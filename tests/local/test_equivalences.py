@@ -1,8 +1,4 @@
-"""LocalDeMo under named settings is each of the published methods, written here as its paper has it.
-
-A reader who knows one of these methods sees which settings of demopt are that method. W = 3 ranks, float64. And
-LocalDeMo under all its settings is the literal round of `oracles`. DeMo is in optim/test_oracle_property.py.
-"""
+"""LocalDeMo under named settings is each published method, as its paper has it; under all, the round of `oracles`."""
 
 import copy
 import functools
@@ -105,10 +101,7 @@ def test_local_demo_with_an_outer_momentum_is(inner, shapes, outer_lr, outer_mom
 
 @pytest.mark.parametrize("reduction", ["mean", "senders"])
 def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction):
-    """arXiv 2508.15706, algorithm 1 without its quantiser; "mean" as in the paper, "senders" as in its code.
-
-    e <- b e + D; the K largest of each chunk are sent and leave e; weights <- weights - a mean(sent).
-    """
+    """arXiv 2508.15706, algorithm 1 without its quantiser; "mean" as in the paper, "senders" as in its code."""
     b, a, K, shapes = 0.95, 0.8, 24, [(32, 16)]  # 2 chunks of 16 x 16
     published, expected = Published(problems.ADAMW, shapes), []
     errors = [torch.zeros(2, CHUNK * CHUNK, dtype=torch.float64) for _ in range(W)]

@@ -1,7 +1,4 @@
-"""Inner optimizers beyond torch's: closures, second copies of weights, own communication, groups and parameters.
-
-Their settings are what a user gave: neither the state that they keep in groups, nor what has no text.
-"""
+"""Inner optimizers beyond torch's: closures, second copies of weights, own communication, settings and state in it."""
 
 import copy
 import enum

@@ -1,7 +1,4 @@
-"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups.
-
-With delay and its state on the host, a round is extracted, exchanged and decoded while the model trains on.
-"""
+"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups."""
 
 import copy
 import pickle

@@ -1,8 +1,4 @@
-"""A long run of four processes: the memory and the open handles of a rank do not grow, and replicas stay equal.
-
-Now and then a rank has a NaN in its gradient, a parameter is frozen and thawed, the state is saved and loaded, and the
-ranks regroup.
-"""
+"""A long run of four processes, with disturbances: its memory and open handles do not grow, and replicas stay equal."""
 
 import gc
 import json

@@ -129,10 +129,7 @@ def _largest(tensor):
 )
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_in_lower_precision_matches_oracle_within_rounding(drawn, dtype, world_size, steps, kernels):
-    """Bounds: each step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update.
-
-    Cases in which rounding may change the choice of coefficients are left out.
-    """
+    """A step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update; without ties."""
     results = _trained([drawn], dtype, world_size, steps, kernels=kernels)
     truth = oracle.Oracle(_build([drawn], dtype), world_size)
     bounds = [0.0] * len(truth.parameters)

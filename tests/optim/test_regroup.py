@@ -1,7 +1,4 @@
-"""Training goes on with other ranks: parameters and momenta stay, and all become replicas again.
-
-After an error on one rank alone, the others notice, and training can go on too.
-"""
+"""Training goes on with other ranks, or after an error on one alone: momenta stay, and all become replicas again."""
 
 import pytest
 import torch
@@ -46,10 +43,7 @@ def test_regroup_after_a_rank_has_left(settings, leaver):
 @pytest.mark.filterwarnings("ignore:initial parameters")
 @pytest.mark.parametrize("trained", [True, False])
 def test_rank_that_joins_takes_the_weights_of_rank_0(trained):
-    """It has trained alone, equally long, or a resync gives it the step of the others, and leaves momenta alone.
-
-    A step with lr 0 shows whose weights count.
-    """
+    """It has trained alone, or a resync gives it the step of the others; a step with lr 0 shows whose weights count."""
     fewer = Threads(2, 60.0).exchanges
 
     def grow(exchange):

@@ -1,8 +1,4 @@
-"""Every command that the documents show is one that demopt takes, every Python block parses, every link leads on.
-
-Every public name says what it is, with an example (which the doctests run). Errors are quoted as the code words them.
-The scripts and snippets of README and documents run; the notebook, in short; and examples/launch.
-"""
+"""Commands, code, links, scripts, drawings, errors and the notebook of the documents are as the code is."""
 
 import ast
 import importlib.util

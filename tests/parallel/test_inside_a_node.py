@@ -1,7 +1,4 @@
-"""Ranks of a node that hold copies of a parameter, or shards of a matrix.
-
-Copies: tensor parallelism with SequenceParallel, and two-level meshes. Of shards, Muon gathers all, for its phi.
-"""
+"""Ranks of a node that hold copies of a parameter, or shards of a matrix, of which Muon gathers all."""
 
 import math
 from collections import OrderedDict
@@ -53,10 +50,7 @@ def backward(model, rank, step):
 
 
 def _drift_inside(rank, world_size, kind, where):
-    """One element of a copy changes on rank 3 after the third step; fingerprints are compared every second round.
-
-    Returns the step and the text of the error, and the whole parameters; of a replicated one, this rank's copy.
-    """
+    """A copy changes on rank 3 after step 3: the step of the error, its text, and all parameters after a resync."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     model = sequence_parallel(mesh["inside"]) if where == "tensor parallel" else block()
     group = mesh["replicate"] if where == "tensor parallel" else mesh

@@ -78,10 +78,7 @@ COMPILED = ("inside", "outside")
 
 
 def _options(rank, world_size, how, loop, kind):
-    """The fingerprint after 6 steps of 2 passes, the collectives of DDP since the first step, and the warnings.
-
-    Of an optimizer that got the wrapped model.
-    """
+    """The fingerprint after 6 steps of 2 passes, DDP's collectives since the first step, and the warnings."""
     model = Branches()
     mode, options, said = Collectives(), WRAPS.get(how or "", {}), []
     if how == "inside":

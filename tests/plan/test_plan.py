@@ -1,8 +1,4 @@
-"""`demopt plan` as a command: tables, verdicts, and a line for every mistake.
-
-It says what the optimizers themselves say, and what real ranks then do, to the byte; and what was measured:
-collectives of the laboratory, a published grid, and losses.
-"""
+"""`demopt plan`: tables, verdicts, mistakes; its costs are those of real ranks, and of what the laboratory measured."""
 
 import json
 import math

@@ -1,8 +1,4 @@
-"""Hyper-parameters: unknown and impossible ones are refused by name; changes in param_groups and schedules work.
-
-Beside the oracle, optim/test_oracle_property.py has groups with settings of their own, and optim/test_state_machine.py
-changes settings (lr = 0 included), freezes parameters and adds groups in random order.
-"""
+"""Hyper-parameters: unknown and impossible ones are refused by name; changes in param_groups and schedules work."""
 
 from functools import partial
 

@@ -1,7 +1,4 @@
-"""Ranks begin with the weights of rank 0, with a warning where they differ.
-
-Parameters in another order on one rank are refused before weights are copied; other names or seeds are not.
-"""
+"""Ranks begin with rank 0's weights, and are told where they differ; parameters in another order on one are refused."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""All state is in `optimizer.state`, from construction, and survives state_dict, deepcopy and pickle.
-
-A resumed run equals the uninterrupted one bit for bit. Saving never runs a step.
-"""
+"""All state is in `optimizer.state` from construction; a run that was saved, copied or pickled goes on bit for bit."""
 
 import copy
 import functools

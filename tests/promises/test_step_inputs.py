@@ -1,7 +1,4 @@
-"""What a step takes: closures and hooks; gradients that a rank lacks, which count as zero there; no sparse ones.
-
-Of every shape (0-D to 5-D, odd, prime, empty), real dtype and stride. Collectives never depend on data.
-"""
+"""What a step takes: closures, hooks, gradients that a rank lacks, of any shape, dtype and stride; no sparse ones."""
 
 from collections import Counter
 

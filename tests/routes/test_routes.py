@@ -1,7 +1,4 @@
-"""Routes: "auto" takes the one that receives fewer bytes, and says so; on both, damage is refused, and resync repairs.
-
-An exchange that fails on all ranks is an action of optim/test_state_machine.py and of local/test_local_counting.py.
-"""
+"""Routes: "auto" takes that which receives fewer bytes, and says so; on both damage is refused, and resync repairs."""
 
 import re
 
@@ -71,10 +68,7 @@ ON = {"gather": problems.demo, "owner": problems.two_way}
 
 
 def _corrupted(exchange, route, bad_rank, place):
-    """A bit that rank 0 receives from `bad_rank` is flipped, in the collective `place` of the third step.
-
-    Then all take rank 1's weights.
-    """
+    """Flips a bit that rank 0 gets of `bad_rank`, in collective `place` of step 3; all take rank 1's weights then."""
     flips = []  # in the collectives to come
 
     def flip(rows):

@@ -31,10 +31,7 @@ class Crash(BaseException):
 
 
 class Through(Store):
-    """Passes all calls on to another store, and each one's name to `before`, in front of it; `calls` has all names.
-
-    A test's own store overrides some.
-    """
+    """Passes calls on to another store, and each one's name to `before`, in front of it; `calls` has all names."""
 
     def __init__(self, inner: Store, before: Callable[[str], object] = str) -> None:
         self.inner, self.address = inner, inner.address

@@ -284,10 +284,7 @@ def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there(
 
 
 def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(store):
-    """Objects of all kinds, for all rounds to come, of nonsense or copied from the run.
-
-    The weights are those of the run, for joiners and replay, too.
-    """
+    """Of all kinds and rounds to come, nonsense or copied; the weights are the run's, for joiners and replay, too."""
     first = Worker(store, 0, key=KEY, keep_log=True, checkpoint_every=2)
     first.round()
     with pytest.raises(MessageError, match=r"run is damaged.*has a key, give it"):

@@ -1,7 +1,4 @@
-"""A run that a stranger has written to: status, join, train and replay take nothing from it but what they must.
-
-One finished run of `demopt train` without a key, whose objects the tests edit.
-"""
+"""A run that a stranger has edited: status, join, train and replay take nothing from it but what they must."""
 
 import json
 import math
@@ -158,10 +155,7 @@ def test_security_joining_strangers_runs_no_code_and_ends_in_one_line(change, sa
 
 
 def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, text, command, monkeypatch):
-    """The store fails in round 2, after this worker's message is there. Before it is back, the round is decided.
-
-    That is without the message. The worker's steps are in the manifests once.
-    """
+    """The store fails after this worker's message is there; before it is back, the round is decided without that."""
     words = ("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
     propose = log.propose
 

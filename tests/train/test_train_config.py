@@ -1,7 +1,4 @@
-"""One dataclass of settings: flags, file and record say the same; presets and optimizers fill in the rest.
-
-Every mistake of a user is one line that says what and where, exit code 2, no traceback.
-"""
+"""One dataclass of settings for flags, file and record; every mistake is one line that says what and where."""
 
 import errno
 import inspect

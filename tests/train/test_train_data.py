@@ -1,7 +1,4 @@
-"""Tokens, the split, and batches that depend on seed, step and rank alone; and epochs.
-
---epochs: each sequence is read exactly once per epoch, with any number of ranks, which may change on the way.
-"""
+"""Tokens, the split, batches by seed, step and rank alone; and epochs, which read each sequence exactly once."""
 
 import math
 import os

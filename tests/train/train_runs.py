@@ -101,10 +101,7 @@ def at_step(step, rank, action, folder):
 
 
 def start_held(out, text, *more, number, release=True, **how):
-    """Start a run and return when rank 0 has come to a step.
-
-    There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
-    """
+    """Start a run and return when rank 0 has come to a step; there it waits to be killed or (`release`) stopped."""
     held = Path(f"{out}-{number}") / "held"
     until = f"{release} and training.stop_requested()"
     wait = f"Path({str(held)!r}).touch()\n                while not ({until}): time.sleep(0.01)"

@@ -1,7 +1,4 @@
-"""Mutated messages, given to whole optimizers: each is refused with nothing changed, or makes sense.
-
-Every field and bit of a header is refused in test_message.py, damage on the way in tests/routes.
-"""
+"""Mutated messages, given to whole optimizers: each is refused with nothing changed, or makes sense."""
 
 import random
 
@@ -62,10 +59,7 @@ def _mutated(rows, generator):
 
 
 def _exchanged(name, damage):
-    """The optimizer of rank 0 and the result of its exchange, damaged.
-
-    On route owner: "answers", or "parts": damage to those that it owns.
-    """
+    """Rank 0's optimizer and the damaged result of its exchange; of route owner: "answers", or "parts" it owns."""
     optimizers = []
     for rank in range(2):
         if name in ("answers", "parts"):
