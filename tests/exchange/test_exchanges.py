@@ -54,13 +54,10 @@ def conform(exchange):
         assert gathered.tolist() == [[round_, row] for row in range(world_size)]
 
 
-def test_single_rank_conforms():
+def test_single_rank_and_threads_with_a_meter_conform():
     conform(SingleRank())
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_thread_exchange_conforms_with_a_meter(world_size):
-    ranks.threads(lambda exchange: conform(Meter(exchange)), world_size)
+    for world_size in (2, 4):
+        ranks.threads(lambda exchange: conform(Meter(exchange)), world_size)
 
 
 def _collective(rank, world_size):

@@ -21,11 +21,8 @@ def newcomers(program, known="import sys"):
     return {name for name in done.stdout.split() if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
-def test_import_demopt_loads_two_modules_until_a_name_is_used():
+def test_import_demopt_loads_two_modules_until_a_name_is_used_and_torch_alone_then():
     assert newcomers("import demopt") == {"demopt", "demopt.version"}
-
-
-def test_names_of_demopt_load_torch_alone():
     used = "import demopt; [getattr(demopt, name) for name in demopt.__all__]"
     found = newcomers(used, known="import torch, torch.distributed, torch.optim")
     assert {name.partition(".")[0] for name in found} <= {"torch", "demopt"}

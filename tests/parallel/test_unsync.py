@@ -144,8 +144,9 @@ def test_ddp_without_unsync_sends_gradients_and_causes_a_warning():
         assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
 
 
-def _joins(rank, world_size):
+def _as_ddp(rank, world_size):
     model = demopt.unsync(DistributedDataParallel(make()))
+    assert torch.equal(problems.by_pickle(model).module[0].weight, model.module[0].weight)
     for context in (model.join(enable=False), Join([model], enable=False)):  # as Accelerate's join_uneven_inputs
         with context:
             backward(model, rank)
@@ -154,17 +155,8 @@ def _joins(rank, world_size):
             backward(model, rank)
 
 
-def _saved(rank, world_size):
-    model = demopt.unsync(DistributedDataParallel(make()))
-    assert torch.equal(problems.by_pickle(model).module[0].weight, model.module[0].weight)
-
-
-def test_unsynced_ddp_is_saved_whole_as_before():
-    ranks.run(_saved, 1)
-
-
-def test_join_of_an_unsynced_ddp_is_refused_before_it_waits_for_all_reduces():
-    ranks.run(_joins, 2)
+def test_unsynced_ddp_is_saved_whole_and_refuses_join_before_it_waits_for_all_reduces():
+    ranks.run(_as_ddp, 2)
 
 
 def _refused(rank, world_size, kind):

@@ -338,11 +338,8 @@ def test_under_torchrun_a_run_in_a_folder_is_refused_after_the_address_of_the_fi
     assert "waiting for all 2 workers at 10.0.0.1:29500 ..." in capsys.readouterr().out
 
 
-def test_mistyped_command_is_answered_with_the_one_meant(command):
+def test_mistyped_command_and_flags_of_other_programs_are_answered_with_those_meant(command):
     assert "id you mean 'train'?" in command("trian", code=2)
-
-
-def test_flag_of_another_program_is_told_by_its_name_here(command):
     for other, ours in (("--learning-rate", "--lr"), ("--output-dir", "--out")):
         told = " ".join(command("train", other, "1", code=2).split())
         assert other in told
