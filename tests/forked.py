@@ -26,6 +26,8 @@ from laboratory import seaweed
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
 LIMIT = 600  # seconds for anything that a test waits for: only what hangs takes so long
+# Flags of a run of a tiny model.
+TINY = "--preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1"
 CONTEXT = multiprocessing.get_context("forkserver")
 # What is not installed is left out.
 CONTEXT.set_forkserver_preload(

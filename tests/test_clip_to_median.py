@@ -48,24 +48,19 @@ def _applied(optimizers, messages):
     return torch.cat([each.flatten() for each in problems.values(optimizers[-1])])
 
 
-def _flipped(number, shape):
-    return -_gradient(9, number, shape)
-
-
-def _noise(number, shape):
-    return problems.draw(shape, 99, number)
-
-
-def _against_all(number, shape):
-    return -torch.stack([_gradient(rank, number, shape) for rank in range(3)]).sum(0)
+LIES = {
+    "flipped": lambda number, shape: -_gradient(9, number, shape),
+    "noise": lambda number, shape: problems.draw(shape, 99, number),
+    "against all": lambda number, shape: -sum(_gradient(rank, number, shape) for rank in range(3)),
+}
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("lie", [_flipped, _noise, _against_all], ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("lie", LIES)
 def test_security_one_of_four_that_lies_is_left_out(lie, codec):
     honest = _applied(*_built([0, 1, 2], [], True, **codec))
-    assert torch.equal(_applied(*_built([0, 1, 2], [lie], True, **codec)), honest)
-    assert not torch.equal(_applied(*_built([0, 1, 2], [lie], False, **codec)), honest)
+    assert torch.equal(_applied(*_built([0, 1, 2], [LIES[lie]], True, **codec)), honest)
+    assert not torch.equal(_applied(*_built([0, 1, 2], [LIES[lie]], False, **codec)), honest)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -79,7 +74,7 @@ def test_four_honest_ranks_all_count(codec):
 
 @pytest.mark.parametrize("count", [5, 8])
 def test_a_minority_that_agrees_with_itself_is_left_out(count):
-    lies, honest = [_against_all] * ((count - 1) // 2), list(range(count - (count - 1) // 2))
+    lies, honest = [LIES["against all"]] * ((count - 1) // 2), list(range(count - (count - 1) // 2))
     assert torch.equal(_applied(*_built(honest, lies, True)), _applied(*_built(honest, [], True)))
 
 
@@ -94,10 +89,10 @@ def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing():
 
 def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
     def in_part(number, shape):
-        lie = _against_all(number, shape)
+        lie = LIES["against all"](number, shape)
         return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.25, lie, -lie)
 
-    for honest, lie in (([0], _flipped), ([0, 1, 2], in_part)):
+    for honest, lie in (([0], LIES["flipped"]), ([0, 1, 2], in_part)):
         assert not torch.equal(_applied(*_built(honest, [lie], True)), _applied(*_built(honest, [], True)))
 
 
@@ -133,7 +128,7 @@ def test_flips_among_the_signs_are_weighed_by_the_scales_that_count():
 
 def test_agreement_is_the_literal_count():
     """Of signs of all coefficients against the slow count of equal and different ones, at equal scales."""
-    optimizers, messages = _built([0, 1, 2], [_noise], True)
+    optimizers, messages = _built([0, 1, 2], [LIES["noise"]], True)
     for each in optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:]):
         each.codes.fill_(2032)
         signs = 1 - 2 * each.negative.long()

@@ -1,14 +1,10 @@
 """Processes with the device "toy", which ordinary ones never have: `on_toy(function, world_size, *args)`."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import toy
 
 import ranks
 
-OnToy = Callable[..., list[Any]]
 POOL = ranks.Pool()
 
 

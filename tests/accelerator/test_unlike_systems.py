@@ -18,10 +18,7 @@ from demopt.train.method import make_optimizer
 from demopt.train.model import backward, begin
 from demopt.train.runs.worker import settings_of_run
 
-FLAGS = """
---preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1 --late 60
---keep-log
-"""
+FLAGS = f"{forked.TINY} --late 60 --keep-log"
 # As on another system: torch built with USE_DISTRIBUTED=0, no locks and network calls of fcntl, no affinity, no SIGHUP,
 # no files relative to an open folder, no kernels that were compiled. demopt itself may not even name torch.distributed.
 POORER = """

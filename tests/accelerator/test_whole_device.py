@@ -142,7 +142,9 @@ def tensors(model, optimizer):
     return found
 
 
-def _same_bits(rank, world_size, case):
+@pytest.mark.parametrize("case", CASES)
+@toy.on_device()
+def test_training_has_the_bits_of_the_cpu_and_no_races(case):
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
     # threads do not order streams, as a background thread needs it
@@ -150,15 +152,19 @@ def _same_bits(rank, world_size, case):
     with mock.patch.object(staging, "PIECE_BYTES", 256):  # tensors pass in several pieces
         found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
     assert all(map(problems.same, found, expected))
-    return toy.races()
+    assert toy.races() == set()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy, case):
-    assert on_toy(_same_bits, 1, case) == [set()]
-
-
-def _with_processes(rank, world_size, case, backend):
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "gloo") for case in ("DeMo", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+        *((case, "toyccl") for case in ("DeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+    ],
+)
+@toy.on_device(2)
+def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(case, backend):
+    """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
     group = None
     if backend != "gloo":
         toyccl.register()
@@ -169,28 +175,17 @@ def _with_processes(rank, world_size, case, backend):
     toy.races()
     exchange = demopt.exchange.Collective(group)
     model, optimizer = train(exchange, "toy", case)
-    as_expected = problems.same(tensors(model, optimizer), expected)
+    assert problems.same(tensors(model, optimizer), expected)
     problems.warned(optimizer.consolidate_state_dict)  # of the bytes that this takes
     optimizer.regroup(exchange)
-    fill(model, rank, STEPS)
+    fill(model, exchange.rank, STEPS)
     optimizer.step()
     optimizer.resync(1)
     fingerprints = demopt.exchange.interface.gather_values(exchange, optimizer.fingerprint(), torch.device("toy"))
     assert backend == "gloo" or toyccl.CALLS.count("all_to_all" if "owner" in case else "all_gather") > 2
     torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=20))
-    return as_expected and fingerprints[0] == fingerprints[1], toy.races()
-
-
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        *((case, "gloo") for case in ("DeMo", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
-        *((case, "toyccl") for case in ("DeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
-    ],
-)
-def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(on_toy, case, backend):
-    """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
-    assert on_toy(_with_processes, 2, case, backend) == [(True, set()), (True, set())]
+    assert fingerprints[0] == fingerprints[1]
+    assert toy.races() == set()
 
 
 def go_on_alike(rank, case, *pairs):
@@ -202,7 +197,9 @@ def go_on_alike(rank, case, *pairs):
     assert problems.same(*(tensors(*pair) for pair in pairs))
 
 
-def _checkpoints(rank, world_size, case):
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, owner", "LocalDeMo, delay"])
+@toy.on_device()
+def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(case):
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
     groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(9)]  # the background needs its own
@@ -230,12 +227,9 @@ def _checkpoints(rank, world_size, case):
     ranks.threads(work, 2)
 
 
-@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, owner", "LocalDeMo, delay"])
-def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(on_toy, case):
-    on_toy(_checkpoints, 1, case)
-
-
-def _scaled(rank, world_size, case):
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
+@toy.on_device()
+def test_a_gradient_scaler_works_as_on_a_cpu(case):
     def work(exchange, device):
         model, optimizer = train(exchange, device, case, steps=0)
         scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
@@ -249,12 +243,7 @@ def _scaled(rank, world_size, case):
             scaler.update(2.0**10)
         return tensors(model, optimizer)
 
-    return all(map(problems.same, *(ranks.threads(work, 2, device) for device in ("cpu", "toy"))))
-
-
-@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
-def test_a_gradient_scaler_works_as_on_a_cpu(on_toy, case):
-    assert on_toy(_scaled, 1, case) == [True]
+    assert all(map(problems.same, *(ranks.threads(work, 2, device) for device in ("cpu", "toy"))))
 
 
 def _muon_steps(kind, device):
@@ -268,16 +257,12 @@ def _muon_steps(kind, device):
     return [matrix.detach().cpu() for matrix in matrices], found.get("launches", 0)
 
 
-def _muon(rank, world_size):
+@toy.on_device()
+def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches():
     with mock.patch.multiple(muon, _DEVICE_DTYPE=torch.float32, _BATCH_ELEMENTS=3 * 24 * 40):  # batches of 3, 1 and 2
         found, launches = _muon_steps(muon.BatchedMuon, "toy")
     torch.testing.assert_close(found, _muon_steps(muon.BatchedMuon, "cpu")[0])
-    return launches, _muon_steps(torch.optim.Muon, "toy")[1]
-
-
-def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches(on_toy):
-    ((launches, of_torch),) = on_toy(_muon, 1)
-    assert 30 < launches < of_torch
+    assert 30 < launches < _muon_steps(torch.optim.Muon, "toy")[1]
 
 
 def test_a_model_that_moves_after_local_demo_was_built_is_refused():
@@ -288,53 +273,45 @@ def test_a_model_that_moves_after_local_demo_was_built_is_refused():
         weights.create()
 
 
-def _refused(rank, world_size, case):
+@pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])
+@toy.on_device()
+def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(case):
     model, optimizer = train(SingleRank(), "toy", case)
     fill(model, 0, STEPS)
     message = optimizer.extract()
     header = optimizer.replicator.round.header
     hostile = pack_message(header, torch.full_like(message[HEADER_BYTES:], 0xFF), device=message.device)
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(MessageError) as refused:
+    with pytest.raises(MessageError, match="message of rank 0"):
         optimizer.apply(optimizer.exchange(hostile))
     assert all(map(torch.equal, before, model.parameters()))
-    return str(refused.value)
 
 
-@pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])
-def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(on_toy, case):
-    assert "message of rank 0" in on_toy(_refused, 1, case)[0]
-
-
-def _buffers(rank, world_size):
+@toy.on_device(2)
+def test_buffers_of_an_accelerator_are_broadcast():
     model = nn.BatchNorm1d(3).to("toy")
-    model.running_mean.fill_(float(rank + 1))
+    model.running_mean.fill_(float(dist.get_rank() + 1))
     demopt.broadcast_buffers(model, src=1)
-    return [model.running_mean.cpu().tolist(), [float(model.num_batches_tracked)]]
+    assert [*model.running_mean.cpu(), model.num_batches_tracked] == [2.0, 2.0, 2.0, 0.0]
 
 
-def test_buffers_of_an_accelerator_are_broadcast(on_toy):
-    assert on_toy(_buffers, 2) == 2 * [[[2.0, 2.0, 2.0], [0.0]]]
-
-
-def _through_dcp(rank, world_size, case, folder):
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
+@toy.on_device()
+def test_dcp_moves_a_state_between_accelerator_and_cpu(case, tmp_path):
     warnings.simplefilter("ignore")  # of saving between rounds, to compare
     for source, target in (("toy", "cpu"), ("cpu", "toy")):
         model, optimizer = train(SingleRank(), source, case, steps=4)
         twin, again = train(SingleRank(), target, case, steps=0)
         with optimizer.shared() if case != "DeMo" else torch.no_grad():
-            dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=f"{folder}/{source}")
+            dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=tmp_path / source)
             twin.load_state_dict(model.state_dict())
-        dcp.load({"optimizer": OptimizerState(again)}, checkpoint_id=f"{folder}/{source}", planner=LoadPlanner())
+        dcp.load({"optimizer": OptimizerState(again)}, checkpoint_id=tmp_path / source, planner=LoadPlanner())
         go_on_alike(0, case, (model, optimizer), (twin, again))
 
 
-@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
-def test_dcp_moves_a_state_between_accelerator_and_cpu(on_toy, case, tmp_path):
-    on_toy(_through_dcp, 1, case, str(tmp_path))
-
-
-def _folder(rank, world_size, case):
+@pytest.mark.parametrize("case", ["LocalDeMo", "LocalDeMo, host"])
+@toy.on_device()
+def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(case):
     store, digests = ObjectStore(), {}
     for device in ("toy", "cpu"):
         model, optimizer = train(demopt.FolderExchange(store, patience=0.0), device, case, steps=0)
@@ -348,11 +325,6 @@ def _folder(rank, world_size, case):
     assert digests["toy"] == digests["cpu"]
 
 
-@pytest.mark.parametrize("case", ["LocalDeMo", "LocalDeMo, host"])
-def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(on_toy, case):
-    on_toy(_folder, 1, case)
-
-
 TABLES = 9 << 19  # bytes of the codec's own tables, for any model
 #: What is known to be held, in parameters: they, gradients, momentum or error, global weights, the owner's errors. Then
 #: the most beyond it, at rest and in a step, in parameters: places of lines; two tensors of a block, one of its
@@ -363,11 +335,12 @@ MOST = {
 }  # fmt: skip
 
 
-def _memory(rank, world_size, kind):
-    """The bytes beyond what is known, at rest and at most in a step, per byte of parameters."""
+@pytest.mark.parametrize("kind", MOST)
+@toy.on_device()
+def test_extra_memory_stays_in_bounds(kind):
     before, _ = toy.memory()  # of other tests in this process
     params = [nn.Parameter(torch.zeros(1024, 1024, device="toy")) for _ in range(4)]
-    on_host = "host" in kind
+    on_host, (held, at_rest, in_a_step) = "host" in kind, MOST[kind]
     if kind.startswith("DeMo"):
         rule = "muon" if "muon" in kind else "signum"
         optimizer = demopt.DeMo(params, update=rule, process_group=SingleRank())
@@ -377,7 +350,7 @@ def _memory(rank, world_size, kind):
     for parameter in params:
         parameter.grad = torch.ones_like(parameter)
     weights = 4 * (1 << 20) * 4
-    known = before + weights * MOST[kind][0] + (0 if on_host else TABLES)
+    known = before + weights * held + (0 if on_host else TABLES)
     with mock.patch("demopt.codec.steps._BATCH_ELEMENTS", 1 << 20):  # a matrix
         for _ in range(3):
             toy.memory()
@@ -386,22 +359,18 @@ def _memory(rank, world_size, kind):
         optimizer.flush()
         with optimizer.shared():
             optimizer.fingerprint()
-    held, peak = toy.memory()
-    return (held - known) / weights, (peak - known) / weights
-
-
-@pytest.mark.parametrize("kind", MOST)
-def test_extra_memory_stays_in_bounds(on_toy, kind):
-    ((at_rest, at_most),) = on_toy(_memory, 1, kind)
-    assert at_rest <= MOST[kind][1]
-    assert at_most <= MOST[kind][2]
+    now, peak = toy.memory()
+    assert (now - known) / weights <= at_rest
+    assert (peak - known) / weights <= in_a_step
 
 
 WAITS = {"DeMo": 2, "DeMo, muon": 2, "LocalDeMo": 2, "LocalDeMo, owner": 3}
 
 
-def _waits(rank, world_size, case):
-    """Of the fourth step of each of two ranks in threads, without the exchange itself, and fingerprints."""
+@pytest.mark.parametrize("case", WAITS)
+@toy.on_device()
+def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(case):
+    """An owner waits once more: before it answers, its host must know that all parts are whole, and their weights."""
 
     def uncounted(threads, combine=Threads._combine):
         with toy.counting(False):
@@ -416,20 +385,20 @@ def _waits(rank, world_size, case):
         return found.get("syncs", 0)
 
     with mock.patch.object(Threads, "_combine", uncounted):
-        return Threads(2, timeout=300.0).run(work)
+        assert max(Threads(2, timeout=300.0).run(work)) <= WAITS[case]
 
 
-@pytest.mark.parametrize("case", WAITS)
-def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(on_toy, case):
-    """An owner waits once more: before it answers, its host must know that all parts are whole, and their weights."""
-    assert max(on_toy(_waits, 1, case)[0]) <= WAITS[case]
+def _kernels(counts):
+    """What ran but copies, and waits for them."""
+    copies = {"to host", "to device", "syncs"}
+    return {key: n for key, n in counts.items() if key not in copies and not key.startswith("sync ")}
 
 
-# With its state on the host, LocalDeMo runs only copies on an accelerator
-
-
-def _launches(rank, world_size, case, dtype):
-    """What four steps, looks at the weights, and saving run on the device, with LocalDeMo and without."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [case for case in MOST if "host" in case])
+@toy.on_device()
+def test_with_its_state_on_the_host_local_demo_runs_nothing_but_copies_on_the_device(case, dtype):
+    """In four steps, looks at the weights, and saving; beside the steps of the inner optimizer alone."""
 
     def work(exchange):
         counts = []
@@ -454,23 +423,11 @@ def _launches(rank, world_size, case, dtype):
         return counts
 
     toy.races()
-    return ranks.threads(work, 2)[0], toy.races()
-
-
-def _kernels(counts):
-    """What ran but copies, and waits for them."""
-    copies = {"to host", "to device", "syncs"}
-    return {key: n for key, n in counts.items() if key not in copies and not key.startswith("sync ")}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [case for case in MOST if "host" in case])
-def test_nothing_but_copies_runs_on_the_device(on_toy, case, dtype):
-    ((counts, races),) = on_toy(_launches, 1, case, dtype)
+    counts = ranks.threads(work, 2)[0]
     (built, *steps, looks), alone = counts[:6], counts[7:]
     for mine, theirs in zip([built, *steps, looks], [{}, *alone, {}], strict=True):
         assert _kernels(mine) == _kernels(theirs)
     assert steps[1]["to host"] > 0
     assert steps[1]["to device"] > 0
     assert alone[1]["launches"] > 0
-    assert races == set()
+    assert toy.races() == set()

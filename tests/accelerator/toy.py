@@ -13,12 +13,13 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import shutil
 import subprocess
 import sysconfig
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,25 @@ def call(rank: int, world_size: int, function: Any, *args: Any) -> Any:
     """The function of a test, in a process that has the device."""
     register()
     return function(rank, world_size, *args)
+
+
+def on_device(world_size: int = 1) -> Callable[..., Any]:
+    """Makes of a function a test that runs in processes with the device, of a gloo group of this size."""
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(on_toy: Any, **given: Any) -> None:
+            on_toy(_by_name, world_size, function.__module__, function.__name__, given)
+
+        own = inspect.signature(run, follow_wrapped=False).parameters["on_toy"]
+        run.__signature__ = inspect.Signature([own, *inspect.signature(function).parameters.values()])
+        return run
+
+    return wrap
+
+
+def _by_name(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
 
 
 # Operators

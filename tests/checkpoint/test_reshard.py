@@ -162,8 +162,6 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
 
 
 def test_consolidated_state_is_of_rank_0_until_the_next_change():
-    """Such as a step, a load, and a new group."""
-
     def consolidated(exchange):
         optimizer, found = carriers.build("DeMo", process_group=exchange), []
         for change in (

@@ -52,7 +52,6 @@ class Replica:
 
 @contextmanager
 def _replicas(local):
-    """All of them; at the end they are killed."""
     pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
     from torchft.coordination import LighthouseServer
 
@@ -131,8 +130,6 @@ def _train(make_manager, pipe, number, local):
 
 
 def _lose_a_vote(quorum):
-    """The next vote of a quorum is lost."""
-
     def vote():
         del quorum.vote  # the one of its class comes back
         raise ExchangeError("lost")
@@ -211,7 +208,6 @@ def test_close_releases_waiting_workers_though_others_hold_the_exchange():
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_hooks_of_torch_run(kind):
-    """The wrapper is a torch optimizer."""
     pytest.importorskip("torchft")
     (parameter,) = problems.parameters([(4, 4)])
     inner = demopt.DeMo([parameter]) if kind == "DeMo" else problems.local(shapes=[(4, 4)])

@@ -60,17 +60,9 @@ def test_single_rank_and_threads_with_a_meter_conform():
         ranks.threads(lambda exchange: conform(Meter(exchange)), world_size)
 
 
-def _collective(rank, world_size):
+def _in_groups(rank, world_size):
+    """All ranks, ranks 3 and 1, and both dimensions of a mesh: ranks and sources are counted within the group."""
     conform(resolve(None))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_collective_conforms(world_size):
-    ranks.run(_collective, world_size)
-
-
-def _part_of_the_world_size(rank, world_size):
-    """A group of ranks 3 and 1, and both dimensions of a mesh: ranks and sources are counted within the group."""
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         conform(Collective(group))
@@ -88,7 +80,7 @@ def _part_of_the_world_size(rank, world_size):
 
 
 def test_collective_conforms_in_groups_and_meshes():
-    assert ranks.run(_part_of_the_world_size, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert ranks.run(_in_groups, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
 def _nodes(rank, world_size, steps):
@@ -97,25 +89,24 @@ def _nodes(rank, world_size, steps):
     return problems.train(problems.demo(mesh, dtype=torch.float64, values="float64", update="sgd"), range(steps), rank)
 
 
-def _of_nodes(rank, world_size, steps):
-    """Two ranks that hold the mean gradients of ranks (0, 1) and (2, 3)."""
-    optimizer = problems.demo(dtype=torch.float64, values="float64", update="sgd")
-    parameters = problems.all_parameters(optimizer)
-
-    def average(step):
-        pair = problems.gradients_of_ranks(parameters, step, 4)[2 * rank : 2 * rank + 2]
-        for parameter, *gradients in zip(parameters, *pair, strict=True):
-            parameter.grad = torch.stack(gradients).mean(0)
-
-    return problems.train(optimizer, range(steps), rank, before_step=average)
-
-
 def test_hierarchical_node_acts_as_one_rank():
-    of_ranks, of_nodes = ranks.run(_nodes, 4, 3), ranks.run(_of_nodes, 2, 3)
+    """As one with the mean gradients of its ranks."""
+
+    def node(exchange):
+        optimizer = problems.demo(exchange, dtype=torch.float64, values="float64", update="sgd")
+        parameters = problems.all_parameters(optimizer)
+
+        def average(step):
+            pair = problems.gradients_of_ranks(parameters, step, 4)[2 * exchange.rank :][:2]
+            for parameter, *gradients in zip(parameters, *pair, strict=True):
+                parameter.grad = torch.stack(gradients).mean(0)
+
+        return problems.train(optimizer, range(3), exchange.rank, average)
+
+    of_ranks, of_nodes = ranks.run(_nodes, 4, 3), ranks.threads(node, 2)
     problems.assert_replicas(of_ranks)
     for rank, history in enumerate(of_ranks):
-        node = of_nodes[rank // 2]
-        got, want = (each.parameters + each.momenta for each in (history, node))
+        got, want = (each.parameters + each.momenta for each in (history, of_nodes[rank // 2]))
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 

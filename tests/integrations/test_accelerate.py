@@ -45,7 +45,6 @@ def _resumed(rank, world_size, folder, save):
 
 
 def _train(model, optimizers, steps, rank):
-    """The fingerprints after these steps."""
     for step in steps:
         problems.set_gradients(model.parameters(), step, rank)
         for optimizer in optimizers:

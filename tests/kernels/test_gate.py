@@ -190,7 +190,6 @@ SHAPES = [(33, 20), (40,), (2, 3, 5)]
 
 
 def _make(kind, kernels="auto", shapes=SHAPES):
-    """An optimizer, and its parameters."""
     more = {"exchange": SingleRank(), "shapes": shapes, "kernels": kernels}
     optimizer = problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
     return optimizer, problems.all_parameters(optimizer)
@@ -295,8 +294,7 @@ def test_exchange_refuses_what_is_no_message_of_extract(message):
     optimizer.apply(optimizer.exchange(right))
 
 
-def test_only_the_gate_tells_addresses_to_c():
-    """And only the folder of the kernels calls C."""
+def test_only_the_gate_tells_addresses_to_c_and_only_its_folder_calls_that():
     folder = Path(demopt.__file__).parent
     addresses, calls = set(), set()
     for file in folder.rglob("*.py"):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import demopt
 import forked
@@ -27,7 +26,6 @@ from laboratory.training import TrainConfig, build, load_corpus
 
 P, W, RATE = 96, 3, 0.1
 close = torch.testing.assert_close
-Gradients = list[list[Tensor]]  # by step and worker
 
 
 def layer():
@@ -37,7 +35,7 @@ def layer():
     return found
 
 
-random = torch.Generator().manual_seed(0)
+random = torch.Generator().manual_seed(0)  # by step and worker:
 GRADIENTS = [[torch.randn(12, 8, generator=random) for _ in range(W)] for _ in range(2)]
 
 
@@ -48,7 +46,6 @@ def start(make, clip=0.0, **settings):
 
 
 def walk(method, given, lr=RATE):
-    """Takes one step with given gradients."""
     method.begin(lr)
     for rank, gradient in enumerate(given):
         method.model_of(rank).weight.grad = gradient.clone()
@@ -245,7 +242,6 @@ def on_a_rank(rank, world_size, case, bad):
 
 
 def simulated(world_size, case, bad):
-    """The same of each simulated worker."""
     workers, local = SimulatedWorkers(network(), world_size), case.startswith("LocalDeMo")
     method = LocalDeMoWorkers(workers, INNER, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
     traffic, between = [], []

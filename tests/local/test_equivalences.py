@@ -55,7 +55,6 @@ class Published:
         self.step = 0
 
     def local_steps(self, every):
-        """Every rank takes `every` steps on its own gradients."""
         for _ in range(every):
             for rank, parameters in enumerate(self.local):
                 problems.set_gradients(parameters, self.step, rank)

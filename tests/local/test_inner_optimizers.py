@@ -413,13 +413,17 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
 
 
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
-def test_state_of_another_inner_optimizer_is_refused_and_nothing_changes(other):
-    one, two = (problems.local(inner=inner, sync_every=2) for inner in (torch.optim.AdamW, other))
-    train(one, range(2))
-    train(two, range(2))
-    with pytest.raises(ValueError, match=f"the state is not of these inner optimizers .{other.__name__}.*groups lack"):
-        two.load_state_dict(one.state_dict())
-    train(two, range(2, 4))
+def test_state_of_another_inner_optimizer_is_refused_and_changes_none_of_them(other):
+    def trained(second, lr):
+        inner = lambda p: [torch.optim.AdamW(p[:2], lr=lr), second(p[2:], lr=lr)]  # noqa: E731
+        train(optimizer := problems.local(inner=inner, sync_every=2), range(2))
+        return optimizer
+
+    optimizer, told = trained(other, 0.1), rf"not of these inner optimizers \(AdamW, {other.__name__}\).*groups lack"
+    with pytest.raises(ValueError, match=told):
+        optimizer.load_state_dict(trained(torch.optim.AdamW, 0.5).state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    train(optimizer, range(2, 4))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, problems.by_pickle])
@@ -488,7 +492,6 @@ class Plain:
 
 
 def _looped():
-    """A list that holds itself."""
     found = [1]
     found.append(found)
     return found

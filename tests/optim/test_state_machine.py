@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import Tensor
 from torch.nn import Parameter
 
 import oracle
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer h
 SHAPES = [(8, 4), (6,), (4, 4), (3,)]
 CHUNK = 4
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
-Gradients = list[list[Tensor | None]]  # [W][P]
 
 
 def pairs(optimizer):

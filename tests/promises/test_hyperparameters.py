@@ -96,8 +96,7 @@ def test_messages_longer_than_a_header_can_state_are_refused_at_construction(rou
         LocalDeMo(torch.optim.SGD([parameter], lr=0.1), route=route, process_group=problems.OneOf(0, 4))
 
 
-def _demo(**settings):
-    return DeMo([Parameter(torch.zeros(4, 4))], **settings)
+_demo = partial(DeMo, [Parameter(torch.zeros(4, 4))])
 
 
 def _group(**settings):

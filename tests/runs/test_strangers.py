@@ -22,10 +22,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.runs.status import NUMBERS, numbers_of
 from demopt.train.runs.worker import settings_to_join
 
-FLAGS = """
---preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1 --steps 20
---sync-every 5 --late 1 --checkpoint-every 2 --keep-log
-"""
+FLAGS = f"{forked.TINY} --steps 20 --sync-every 5 --late 1 --checkpoint-every 2 --keep-log"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[31mx"
 
 

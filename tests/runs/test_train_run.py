@@ -28,11 +28,7 @@ from demopt.runs.store import open_store
 from demopt.train.runs import worker
 from forked import LIMIT, wait_for
 
-FLAGS = """
---preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 100000 --eval-sequences 6 --threads 1
---checkpoint-every 4 --keep-log --late 1
-"""
-SMALL = FLAGS.split()
+SMALL = f"{forked.TINY} --warmup 3 --checkpoint-every 4 --keep-log --late 1".split()
 GONE, ENDS = "a member is gone", 2
 
 

@@ -28,13 +28,11 @@ def tune(out, *more):
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """The folder of a model."""
     return save_tiny(tmp_path_factory.mktemp("base") / "model")
 
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory):
-    """A file of conversations."""
     return save_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
 
 

@@ -116,7 +116,6 @@ def _three():
 
 
 def _check(messages, answers=False):
-    """The headers, checked."""
     headers = read_headers(messages)
     check_headers(headers, HEADER, BODY, answers)
     return headers
