@@ -59,14 +59,6 @@ R, C = WHOLE.chunk_shape
 COUNT = 2 * WHOLE.chunks
 
 
-def _random(*shape):
-    return problems.draw(shape, 3)
-
-
-def _matrices(*names):
-    return {name: _random(33, 20) for name in names}
-
-
 def _strongest():
     positions = torch.arange(3).expand(2, COUNT, 3).contiguous()
     return {"positions": positions, "levels": torch.ones_like(positions), "codes": torch.full((2, COUNT), 2000)}
@@ -99,9 +91,9 @@ def _of_signs(given):
     return received_signs(given["signs"], given["codes"], (1, 2))
 
 
-INPUTS = {**_matrices("gradient", "gradient 2", "minus"), "momentum": _random(COUNT, R, C)}
-PARAMETERS = _matrices("parameter", "parameter 2")
-OUT = {"out": _random(COUNT, R, C)}
+MATRIX, CHUNKS = (problems.draw(shape, 3) for shape in ((33, 20), (COUNT, R, C)))
+INPUTS = {**dict.fromkeys(("gradient", "gradient 2", "minus"), MATRIX), "momentum": CHUNKS}
+PARAMETERS, OUT = dict.fromkeys(("parameter", "parameter 2"), MATRIX), {"out": CHUNKS}
 ASCENDING = torch.tensor([[1, 6, 7, 12], [0, 1, 2, 15]])
 
 #: Each entry to C: the arguments of a right call, of which those of WRITTEN are written to; and the call.
@@ -113,11 +105,11 @@ ENTRIES = {
     "invert strongest": (OUT | _strongest(), lambda given: _kernel().invert(_of_strongest(given), True, given["out"])),
     "invert signs": (OUT | _signs(), lambda given: _kernel().invert(_of_signs(given), True, given["out"])),
     "subtract sent": (
-        {"momentum": _random(COUNT, R * C), **_signs(1)},
+        {"momentum": CHUNKS.flatten(1), **_signs(1)},
         lambda given: step.subtract_sent(given["momentum"], given["signs"], given["codes"], 0.5, 0.75),
     ),
     "answer": (
-        {"error": _random(COUNT, R * C), "sum": _random(COUNT, R * C), **_signs()},
+        {"error": CHUNKS.flatten(1), "sum": CHUNKS.flatten(1), **_signs()},
         lambda given: step.answer(_of_signs(given), given["error"], given["sum"]),
     ),
     "pack": ({"values": torch.arange(16)}, lambda given: bits.pack(given["values"], 5)),

@@ -1,9 +1,10 @@
-"""extract, exchange, apply and rollback; detached rounds; the stats of a step."""
+"""extract, exchange, apply and rollback; detached rounds; the stats of a step; torch.compile around it."""
 
 import functools
 
 import pytest
 import torch
+from torch import nn
 
 import problems
 import ranks
@@ -140,3 +141,31 @@ def test_stats_of_a_single_rank_count_kept_and_payload():
     # 32x16: two full chunks, 24 each; 17x19: four of 9x10, 8 each; 20: two of 1x10, 1 each; one element
     assert stats.kept == 2 * 24 + 4 * 8 + 2 * 1 + 1
     assert stats.payload_bytes < 64 + stats.kept * 5 + 16
+
+
+def _trained(kind, compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    parameters = list(model.parameters())
+    optimizer = problems.optimizer_of(kind, parameters, process_group=SingleRank())
+    if compiled == "model":
+        model = torch.compile(model, backend="eager")
+    step = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
+
+    def train(inputs):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        step()
+
+    if compiled == "loop":
+        train = torch.compile(train, backend="eager")
+    for number in range(4):
+        train(problems.draw((5, 16), number))  # torch 2.6 compiles no Generator
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("compiled", ["model", "step", "loop"])
+def test_torch_compile_changes_nothing(kind, compiled):
+    torch._dynamo.reset()
+    assert problems.same(_trained(kind, compiled), _trained(kind, "nothing"))
