@@ -107,23 +107,16 @@ def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
 def demopt(*words: object, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
     """The command `demopt WORDS` in this process, to its end, with one of these codes; its workers are forked."""
     from demopt import cli
+    from demopt.train import launch
 
     arguments = ["demopt", *map(str, words)]
-    with output() as (out, err), workers(), mock.patch.dict(os.environ), mock.patch.object(sys, "argv", arguments):
+    changed = mock.patch.object(sys, "argv", arguments), mock.patch.object(launch, "elastic_launch", elastic_launch)
+    with output() as (out, err), changed[0], changed[1], mock.patch.dict(os.environ):
         with pytest.raises(SystemExit) as end:
             cli.main()
         done = subprocess.CompletedProcess(arguments, end.value.code or 0, read(out), read(err))
     assert done.returncode in codes, done.stderr
     return done
-
-
-@contextmanager
-def workers() -> Iterator[None]:
-    """Commands of this process fork their workers."""
-    from demopt.train import launch
-
-    with mock.patch.object(launch, "elastic_launch", elastic_launch):
-        yield
 
 
 @contextmanager

@@ -12,22 +12,10 @@ import ranks
 from demopt import DeMo, Lion, SettingsError
 
 OTHER = {
-    "lr": 0.011,
-    "momentum_decay": 0.91,
-    "alpha": 0.5,
-    "top_k": 25,
-    "chunk": 15,
-    "transform": "identity",
-    "update": "lion(beta1=0.91, beta2=0.99)",
-    "reduction": "mean",
-    "values": "float32",
-    "weight_decay": 1e-9,
-    "gradient_scale": "lr",
-    "chunking": "divisor",
-    "exact": False,
-    "clip_to_median": True,
-    "maximize": True,
-}
+    "lr": 0.011, "momentum_decay": 0.91, "alpha": 0.5, "top_k": 25, "chunk": 15, "transform": "identity",
+    "update": "lion(beta1=0.91, beta2=0.99)", "reduction": "mean", "values": "float32", "weight_decay": 1e-9,
+    "gradient_scale": "lr", "chunking": "divisor", "exact": False, "clip_to_median": True, "maximize": True,
+}  # fmt: skip
 
 
 def _assert_named(error, odd, *names):

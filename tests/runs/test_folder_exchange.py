@@ -73,10 +73,8 @@ def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
     second = Worker(store, 1)
     second.step()
     with first.optimizer.shared(), second.optimizer.shared():
-        for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
-            assert torch.equal(one, other)
-    for one, other in zip(second.model.parameters(), second.optimizer._weights.global_of.values(), strict=True):
-        assert torch.equal(one, other)
+        assert all(map(torch.equal, first.model.parameters(), second.model.parameters()))
+    assert all(map(torch.equal, second.model.parameters(), second.optimizer._weights.global_of.values()))
 
 
 def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(store):

@@ -106,8 +106,7 @@ def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
     state = {f"model.{name}": torch.empty_like(value) for name, value in saved.items()}
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.load_state(state, storage_reader=FileSystemReader(path), no_dist=True)
-    for name, value in saved.items():
-        assert torch.equal(state[f"model.{name}"], value)
+    assert all(torch.equal(state[f"model.{name}"], value) for name, value in saved.items())
 
 
 EMPTY = '{"step": 3, "fingerprint": "", "settings": [], "tokens": 0}'
@@ -202,8 +201,7 @@ def check_what_is_left(out):
     assert step in (2, 3)
     model, optimizer = trained(0)
     checkpoint.load(newest, model, optimizer)
-    for mine, theirs in zip(model.parameters(), trained(step)[0].parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, model.parameters(), trained(step)[0].parameters()))
     save(out, 4)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [newest.name, "step-00000004"]
 
