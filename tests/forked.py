@@ -1,8 +1,7 @@
 """Processes for tests that start in milliseconds, with everything imported: forked by a server that forks nothing else.
 
-One server and one list of imports for all of them: a process can have no second server. Workers that are killed, or
-whose imports matter, are started by `python` as usual; so are those that fail, because of forked workers torch's
-launcher reports one alone, and not always the first.
+One server for all of them: a process can have no second one. Workers that are killed, or whose imports matter, are
+started by `python`; so are those that fail, because of forked ones torch's launcher reports one, not always the first.
 """
 
 import importlib

@@ -3,10 +3,14 @@
     results = ranks.run(function, world_size, *args)        # function(rank, world_size, *args) in processes of a group
     outcomes = ranks.outcomes(function, world_size, *args)  # the same, with errors as values
     results = ranks.threads(function, world_size, *args)    # function(exchange, *args) in threads
+    @ranks.each(world_size)                                 # each of these ranks runs the test, with its `rank`
 
-A function for processes lives at the top of its module, so that it can be pickled by name.
+A function for processes lives at the top of its module, so that it can be found by name.
 """
 
+import functools
+import importlib
+import inspect
 import os
 import pickle
 import random
@@ -119,6 +123,26 @@ def outcomes(function: Callable[..., Any], world_size: int, *args: Any) -> list[
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`function(rank, world_size, *args)` on each of W gloo ranks: each one's return; the earliest error is raised."""
     return values_of(outcomes(function, world_size, *args))
+
+
+def each(world_size: int, run: Callable[..., Any] = run) -> Callable[..., Any]:
+    """Makes of a function a test that each of some gloo ranks runs, with what pytest gives it, and its `rank`."""
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            run(_by_name, world_size, function.__module__, function.__name__, given)
+
+        given = inspect.signature(function).parameters
+        test.__signature__ = inspect.Signature([given[name] for name in given if name != "rank"])
+        return test
+
+    return wrap
+
+
+def _by_name(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    function = getattr(importlib.import_module(module), name).__wrapped__
+    function(**given, **({"rank": rank} if "rank" in inspect.signature(function).parameters else {}))
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -2,9 +2,8 @@
 
 A rank that sends a million times too much moves nothing further than an honest one does. The bound, for update "sgd",
 reduction "mean" and a chunk c: |U_c| = |Q_c| <= the mean over ranks of their clipped norms <= the median of the ranks'
-norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums.
-
-In the attacks, gradients are a signal that all ranks have, and noise of each; they know all other messages.
+norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums. In the attacks, gradients are
+a signal that all ranks have, and noise of each; they know all other messages.
 """
 
 import pytest

@@ -8,6 +8,7 @@ import sysconfig
 import time
 
 import torch
+import toy
 
 import demopt
 import forked
@@ -127,7 +128,7 @@ def _on_toy(rank, world_size, address):
     return weights_digest(optimizer.replicator)
 
 
-def test_kernels_torch_operations_and_an_accelerator_in_one_run_have_one_digest(on_toy, tmp_path):
+def test_kernels_torch_operations_and_an_accelerator_in_one_run_have_one_digest(tmp_path):
     text, run = sysconfig.get_path("stdlib") + "/textwrap.py", tmp_path / "run"
     more = ["--steps", "10000000", "--sync-every", "10", *FLAGS.split()]
     first = _poorer("win32", ["train", "--run", run, "--out", tmp_path / "first", "--data", text, *more])
@@ -135,6 +136,6 @@ def test_kernels_torch_operations_and_an_accelerator_in_one_run_have_one_digest(
         time.sleep(0.1)
     program, own = [sys.executable, "-m", "demopt.cli", "join", str(run)], ["--threads", "1", "--late", "60"]
     second = _started([*program, "--out", str(tmp_path / "second"), *own])
-    on_device = on_toy(_on_toy, 1, str(run))[0]
+    on_device = toy.run(_on_toy, 1, str(run))[0]
     digests = {on_device, _digest(_ended(first)), _digest(_ended(second, 130))}
     assert digests == {_digest(_ended(_poorer("darwin", ["replay", run])))}

@@ -143,7 +143,7 @@ def tensors(model, optimizer):
 
 
 @pytest.mark.parametrize("case", CASES)
-@toy.on_device()
+@toy.each(1)
 def test_training_has_the_bits_of_the_cpu_and_no_races(case):
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
@@ -162,7 +162,7 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(case):
         *((case, "toyccl") for case in ("DeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
     ],
 )
-@toy.on_device(2)
+@toy.each(2)
 def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(case, backend):
     """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
     group = None
@@ -198,7 +198,7 @@ def go_on_alike(rank, case, *pairs):
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, owner", "LocalDeMo, delay"])
-@toy.on_device()
+@toy.each(1)
 def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(case):
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
@@ -228,7 +228,7 @@ def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(c
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
-@toy.on_device()
+@toy.each(1)
 def test_a_gradient_scaler_works_as_on_a_cpu(case):
     def work(exchange, device):
         model, optimizer = train(exchange, device, case, steps=0)
@@ -257,7 +257,7 @@ def _muon_steps(kind, device):
     return [matrix.detach().cpu() for matrix in matrices], found.get("launches", 0)
 
 
-@toy.on_device()
+@toy.each(1)
 def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launches():
     with mock.patch.multiple(muon, _DEVICE_DTYPE=torch.float32, _BATCH_ELEMENTS=3 * 24 * 40):  # batches of 3, 1 and 2
         found, launches = _muon_steps(muon.BatchedMuon, "toy")
@@ -274,7 +274,7 @@ def test_a_model_that_moves_after_local_demo_was_built_is_refused():
 
 
 @pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])
-@toy.on_device()
+@toy.each(1)
 def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(case):
     model, optimizer = train(SingleRank(), "toy", case)
     fill(model, 0, STEPS)
@@ -287,16 +287,16 @@ def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(case):
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@toy.on_device(2)
-def test_buffers_of_an_accelerator_are_broadcast():
+@toy.each(2)
+def test_buffers_of_an_accelerator_are_broadcast(rank):
     model = nn.BatchNorm1d(3).to("toy")
-    model.running_mean.fill_(float(dist.get_rank() + 1))
+    model.running_mean.fill_(float(rank + 1))
     demopt.broadcast_buffers(model, src=1)
     assert [*model.running_mean.cpu(), model.num_batches_tracked] == [2.0, 2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
-@toy.on_device()
+@toy.each(1)
 def test_dcp_moves_a_state_between_accelerator_and_cpu(case, tmp_path):
     warnings.simplefilter("ignore")  # of saving between rounds, to compare
     for source, target in (("toy", "cpu"), ("cpu", "toy")):
@@ -310,7 +310,7 @@ def test_dcp_moves_a_state_between_accelerator_and_cpu(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["LocalDeMo", "LocalDeMo, host"])
-@toy.on_device()
+@toy.each(1)
 def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(case):
     store, digests = ObjectStore(), {}
     for device in ("toy", "cpu"):
@@ -336,7 +336,7 @@ MOST = {
 
 
 @pytest.mark.parametrize("kind", MOST)
-@toy.on_device()
+@toy.each(1)
 def test_extra_memory_stays_in_bounds(kind):
     before, _ = toy.memory()  # of other tests in this process
     params = [nn.Parameter(torch.zeros(1024, 1024, device="toy")) for _ in range(4)]
@@ -368,7 +368,7 @@ WAITS = {"DeMo": 2, "DeMo, muon": 2, "LocalDeMo": 2, "LocalDeMo, owner": 3}
 
 
 @pytest.mark.parametrize("case", WAITS)
-@toy.on_device()
+@toy.each(1)
 def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(case):
     """An owner waits once more: before it answers, its host must know that all parts are whole, and their weights."""
 
@@ -396,7 +396,7 @@ def _kernels(counts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in MOST if "host" in case])
-@toy.on_device()
+@toy.each(1)
 def test_with_its_state_on_the_host_local_demo_runs_nothing_but_copies_on_the_device(case, dtype):
     """In four steps, looks at the weights, and saving; beside the steps of the inner optimizer alone."""
 

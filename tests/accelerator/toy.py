@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import inspect
 import shutil
 import subprocess
 import sysconfig
@@ -23,14 +22,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.utils import cpp_extension
 from torch.utils._pytree import tree_leaves, tree_map
 
+import ranks
+
 SOURCE = Path(__file__).with_name("toy.cpp")
 FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "toy"
+POOL = ranks.Pool()
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 #: Operators whose result has a size that depends on data: the host waits for it.
 SIZED = {"nonzero", "masked_select", "equal", "_unique2", "repeat_interleave", "bincount"}
@@ -100,23 +103,15 @@ def call(rank: int, world_size: int, function: Any, *args: Any) -> Any:
     return function(rank, world_size, *args)
 
 
-def on_device(world_size: int = 1) -> Callable[..., Any]:
-    """Makes of a function a test that runs in processes with the device, of a gloo group of this size."""
-
-    def wrap(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def run(on_toy: Any, **given: Any) -> None:
-            on_toy(_by_name, world_size, function.__module__, function.__name__, given)
-
-        own = inspect.signature(run, follow_wrapped=False).parameters["on_toy"]
-        run.__signature__ = inspect.Signature([own, *inspect.signature(function).parameters.values()])
-        return run
-
-    return wrap
+def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What `function(rank, world_size, *args)` returns in processes with the device, of a gloo group."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler: the toy accelerator cannot be built")
+    build()  # once, before its clock starts
+    return ranks.values_of(POOL.outcomes(call, world_size, (function, *args)))
 
 
-def _by_name(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(**given)
+each = functools.partial(ranks.each, run=run)  # a test that each of some ranks with the device runs
 
 
 # Operators

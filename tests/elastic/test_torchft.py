@@ -1,6 +1,5 @@
-"""torchft: exchanges among the workers of a quorum, hooks in the wrapper, and each gradient applied exactly once.
+"""torchft: exchanges among the workers of a quorum, hooks in the wrapper, and each gradient applied once.
 
-No gradient is lost and none is applied twice, whichever worker is killed when: counted exactly, on real processes.
 Replicas of torchft, with a real lighthouse, take orders and answer over a pipe. Gradient number n of a worker is 1 at
 one element that no other gradient has, and 0 elsewhere. Everything is sent, and each round divides by its W senders: an
 element that ends as -1/W was applied once, in a round of W members.

@@ -1,5 +1,6 @@
 """One conformance routine for every exchange; and the exchange that an optimizer has which was given none."""
 
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
+from demopt import ExchangeError, LocalDeMo, SettingsError
 from demopt.exchange import Collective, Hierarchical, Meter, SingleRank, Threads
 from demopt.exchange.hierarchical import average
 from demopt.exchange.interface import gather_values
@@ -60,7 +61,8 @@ def test_single_rank_and_threads_with_a_meter_conform():
         ranks.threads(lambda exchange: conform(Meter(exchange)), world_size)
 
 
-def _in_groups(rank, world_size):
+@ranks.each(4)
+def test_collective_conforms_in_groups_and_meshes(rank):
     """All ranks, ranks 3 and 1, and both dimensions of a mesh: ranks and sources are counted within the group."""
     conform(resolve(None))
     group = dist.new_group([1, 3])
@@ -76,11 +78,7 @@ def _in_groups(rank, world_size):
     if rank in (0, 2):
         with pytest.raises(ValueError, match="not a member"):
             Collective(group)
-    return [resolve(mesh["out"]).rank, resolve(mesh["in"]).rank]
-
-
-def test_collective_conforms_in_groups_and_meshes():
-    assert ranks.run(_in_groups, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert (resolve(mesh["out"]).rank, resolve(mesh["in"]).rank) == divmod(rank, 2)
 
 
 def _nodes(rank, world_size, steps):
@@ -136,20 +134,15 @@ def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_
             assert torch.equal(gradients[index], (wide.sum(0) / 3).to(dtype))
 
 
-def _unlike_in_a_node(rank, world_size, shapes, settings):
+@pytest.mark.parametrize(
+    ("other", "said"), [({"shapes": [(3, 3)]}, "['params'][0] = float32 [3, 3]"), ({"lr": 0.5}, "['lr'] = 0.5")]
+)
+@ranks.each(2)
+def test_hierarchical_names_unlike_ranks_of_a_node(rank, other, said):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "inside"))
-    parameters = problems.parameters(shapes if rank == 1 else problems.FEW)
-    optimizer = DeMo(parameters, process_group=mesh, **{**problems.SMALL, **(settings if rank == 1 else {})})
-    with pytest.raises(SettingsError) as caught:
+    optimizer = problems.demo(mesh, **(other if rank == 1 else {}))
+    with pytest.raises(SettingsError, match=re.escape(f"rank 1 has param_groups[0]{said}")):
         problems.train(optimizer, range(1), rank)
-    return str(caught.value)
-
-
-def test_hierarchical_names_unlike_ranks_of_a_node():
-    cases = (([(3, 3)], {}, "['params'][0] = float32 [3, 3]"), (problems.FEW, {"lr": 0.5}, "['lr'] = 0.5"))
-    for shapes, settings, said in cases:
-        for told in ranks.run(_unlike_in_a_node, 2, shapes, settings):
-            assert f"rank 1 has param_groups[0]{said}" in told
 
 
 def test_nodes_in_the_background_are_refused_at_construction():
@@ -191,7 +184,8 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
     threads.close()
 
 
-def _one_late(rank, world_size):
+@ranks.each(3)
+def test_collective_timeout_names_step_and_rank(rank):
     """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)
     exchange._timeout, short = timedelta(seconds=ranks.GLOO_SECONDS), exchange._timeout
@@ -203,20 +197,14 @@ def _one_late(rank, world_size):
     exchange._timeout = short  # only where a rank is missed: until then a busy machine may be slow
     if rank == 2:
         store.wait(["gave up 0", "gave up 1"], timedelta(seconds=ranks.JOB_SECONDS))
-        return {}
+        return
     begun, error = time.monotonic(), problems.refusal(optimizer, 2, rank)
+    assert time.monotonic() - begun < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
     store.set(f"gave up {rank}", "")
-    return {"error": error, "seconds": time.monotonic() - begun}
-
-
-def test_collective_timeout_names_step_and_rank():
-    *waiting, _ = ranks.run(_one_late, 3)
-    for found in waiting:
-        assert isinstance(found["error"], ExchangeError)
-        assert "step 2" in str(found["error"])
-        assert "rank 2" in str(found["error"])
-        assert "rank 0" not in str(found["error"])
-        assert found["seconds"] < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
+    assert isinstance(error, ExchangeError)
+    assert "step 2" in str(error)
+    assert "rank 2" in str(error)
+    assert "rank 0" not in str(error)
 
 
 def test_two_levels_may_have_two_backends():

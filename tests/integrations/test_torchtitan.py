@@ -14,9 +14,13 @@ import problems
 import ranks
 from demopt.checkpoint import OptimizerState
 
+if importlib.util.find_spec("torchtitan") is None:
+    pytest.skip("needs torchtitan: make test-integrations", allow_module_level=True)
 
-def _gradient(rank, world_size):
-    """The gradient of a replica of two ranks, whose gradients torchtitan wants to have summed."""
+
+@ranks.each(2)
+def test_parallelize_sums_a_replicas_gradients_over_gloo(rank):
+    """As torchtitan wants it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchtitan's own
         from demopt.integrations.torchtitan import parallelize
@@ -30,17 +34,8 @@ def _gradient(rank, world_size):
     torch.manual_seed(0)
     model = parallelize(torchtitan_fn)(nn.Linear(8, 4, bias=False))
     model(problems.draw((5, 8), rank)).sum().backward()
-    return model.weight.grad.full_tensor()
-
-
-if importlib.util.find_spec("torchtitan") is None:
-    pytest.skip("needs torchtitan: make test-integrations", allow_module_level=True)
-
-
-def test_parallelize_sums_a_replicas_gradients_over_gloo():
     wanted = problems.draw((5, 8), 0).sum(0) + problems.draw((5, 8), 1).sum(0)
-    for gradient in ranks.run(_gradient, 2):
-        torch.testing.assert_close(gradient, wanted.expand(4, 8))
+    torch.testing.assert_close(model.weight.grad.full_tensor(), wanted.expand(4, 8))
 
 
 def test_container_refuses_a_checkpoint_from_between_two_rounds():

@@ -53,23 +53,10 @@ def _model():
     return GPT2LMHeadModel(GPT2Config(**small, **rates, bos_token_id=0, eos_token_id=0))
 
 
-def _trained(rank, world_size, rows, over_all_ranks, out):
-    """The weights after a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
-    everything = {"update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "values": "float32", "reduction": "mean"}
-    with accelerate_rank(rank, world_size):
-        arguments = TrainingArguments(
-            out, max_steps=1, per_device_train_batch_size=2, report_to="none", max_grad_norm=0.0, use_cpu=True,
-            learning_rate=0.5, lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
-            average_tokens_across_devices=over_all_ranks,
-        )  # fmt: skip
-        chosen = (demopt.DeMo, {"lr": 0.5, "weight_decay": 0.0, "transform": "identity", **everything})
-        model, callbacks = _model(), [DeMoCallback()]
-        Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=chosen, callbacks=callbacks).train()
-        return parameters_to_vector(model.parameters()).detach()
-
-
 @pytest.mark.parametrize("over_all_ranks", [True, False])
-def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks, tmp_path):
+@ranks.each(2)
+def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(rank, over_all_ranks, tmp_path):
+    """In a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
     tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[:, 0] = -100  # nothing predicts it
@@ -79,10 +66,19 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks,
     expected = _model()
     expected(input_ids=tokens, labels=labels).loss.backward()
     torch.optim.SGD(expected.parameters(), lr=0.5).step()
-    sgd = parameters_to_vector(expected.parameters()).detach()
-    for weights in ranks.run(_trained, 2, rows, over_all_ranks, str(tmp_path)):
-        apart = (weights - sgd).abs().max()
-        assert apart < 1e-5 if over_all_ranks else apart > 1e-3
+    everything = {"update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "values": "float32", "reduction": "mean"}
+    with accelerate_rank(rank, 2):
+        arguments = TrainingArguments(
+            tmp_path, max_steps=1, per_device_train_batch_size=2, report_to="none", max_grad_norm=0.0, use_cpu=True,
+            learning_rate=0.5, lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
+            average_tokens_across_devices=over_all_ranks,
+        )  # fmt: skip
+        chosen = (demopt.DeMo, {"lr": 0.5, "weight_decay": 0.0, "transform": "identity", **everything})
+        model, callbacks = _model(), [DeMoCallback()]
+        Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=chosen, callbacks=callbacks).train()
+    weights, sgd = (parameters_to_vector(each.parameters()).detach() for each in (model, expected))
+    apart = (weights - sgd).abs().max()
+    assert apart < 1e-5 if over_all_ranks else apart > 1e-3
 
 
 def _evaluated(rank, world_size, out, strategy):

@@ -103,24 +103,17 @@ def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits():
     assert (cost.payload_bytes, cost.received_bytes) == (P // 4 + 20, all_gather_bytes(P // 4 + 20, W))
 
 
-def raced(rank, world_size, settings):
-    """MuLoCo in 2 bits, as it takes part in the race on links."""
-    model = layer()
-    method = steps.make(Entry("", "muloco", {"momentum": 0.95, **settings}, 0.0), model, None)
-    Rates(method.optimizers[0].inner).set(RATE)
-    for given in 2 * GRADIENTS:
-        model.weight.grad = given[rank].clone()
-        method.optimizers[0].step()
-    return model.weight.detach()
-
-
-def test_muloco_of_the_race_gives_the_weights_of_the_simulated_one():
-    settings = {"every": 2, **STEP}
+@ranks.each(W)
+def test_muloco_of_the_race_on_links_gives_the_weights_of_the_simulated_one(rank):
+    settings, model = {"every": 2, **STEP}, layer()
+    raced = steps.make(Entry("", "muloco", {"momentum": 0.95, **settings}, 0.0), model, None)
+    Rates(raced.optimizers[0].inner).set(RATE)
     matrix, method = start(MuLoCo, **settings)
     for given in 2 * GRADIENTS:
         walk(method, given)
-    for weight in ranks.run(raced, W, settings):
-        close(weight, matrix.weight.data)
+        model.weight.grad = given[rank].clone()
+        raced.optimizers[0].step()
+    close(model.weight, matrix.weight)
 
 
 def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_wide():

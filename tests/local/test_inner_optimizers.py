@@ -235,19 +235,15 @@ class Communicating(torch.optim.SGD):
         super().step()
 
 
-def _communicating(rank, world_size, collective, delay):
-    optimizer = problems.local(inner=lambda p: Communicating(p, lr=0.1), sync_every=2, delay=delay)
-    optimizer.inner[0].collective = collective
-    return problems.warned(lambda: train(optimizer, range(6), rank))
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(collective, delay):
-    first, second = ranks.run(_communicating, 2, collective, delay)
-    told = ["the step of Communicating communicates between the ranks" in text for text in first]
-    assert told == [True] * (collective != "nothing")
-    assert not second
+@ranks.each(2)
+def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(rank, collective, delay):
+    optimizer = problems.local(inner=lambda p: Communicating(p, lr=0.1), sync_every=2, delay=delay)
+    optimizer.inner[0].collective = collective
+    heard = problems.warned(lambda: train(optimizer, range(6), rank))
+    told = ["the step of Communicating communicates between the ranks" in text for text in heard]
+    assert told == [True] * (collective != "nothing" and rank == 0)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -269,7 +265,10 @@ def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay):
     assert len({*one}) > 3
 
 
-def _replaced(rank, world_size, kind):
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "in a folder"])
+@ranks.each(2)
+def test_parameters_that_were_replaced_are_noticed_at_the_second_round(rank, kind):
+    """Each rank has a folder of its own."""
     torch.manual_seed(0)
     model, exchange = nn.Linear(4, 4), FolderExchange(ObjectStore(), late=0.0, patience=0.0)
     if kind == "DeMo":
@@ -281,16 +280,11 @@ def _replaced(rank, world_size, kind):
     model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in (model.weight, model.bias))
     for step in range(4):
         model(torch.ones(2, 4)).sum().backward()
-        if rank == 0 and step == (1 if kind == "DeMo" else 3):
+        if (rank == 0 or kind == "in a folder") and step == (1 if kind == "DeMo" else 3):
             with pytest.warns(UserWarning, match="no parameter of this optimizer has had a gradient"):
                 optimizer.step()
         else:
             optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "in a folder"])
-def test_parameters_that_were_replaced_are_noticed_at_the_second_round(kind):
-    ranks.run(_replaced, 1 if kind == "in a folder" else 2, kind)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -1,7 +1,5 @@
 """LocalDeMo loses no local step and counts none twice, whatever happens to its rounds.
 
-A round that fails, is skipped or rolled back leaves local weights as they were: optim/local_weights.py has the table.
-
 With a linear rule and no decay, at any time and for each parameter: W times the distance that the global weights have
 moved, plus all errors, plus all pseudo-gradients since the last round, is the sum of all local steps. With unequal
 samples, each rank's part and the number of ranks are weighted by them.

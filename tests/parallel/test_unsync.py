@@ -144,7 +144,8 @@ def test_ddp_without_unsync_sends_gradients_and_causes_a_warning():
         assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
 
 
-def _as_ddp(rank, world_size):
+@ranks.each(2)
+def test_unsynced_ddp_is_saved_whole_and_refuses_join_before_it_waits_for_all_reduces(rank):
     model = demopt.unsync(DistributedDataParallel(make()))
     assert torch.equal(problems.by_pickle(model).module[0].weight, model.module[0].weight)
     for context in (model.join(enable=False), Join([model], enable=False)):  # as Accelerate's join_uneven_inputs
@@ -155,38 +156,31 @@ def _as_ddp(rank, world_size):
             backward(model, rank)
 
 
-def test_unsynced_ddp_is_saved_whole_and_refuses_join_before_it_waits_for_all_reduces():
-    ranks.run(_as_ddp, 2)
+REFUSED = r"the model went through replicate\(\), which only synchronises; leave that call out"
+HOOK = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
 
 
-def _refused(rank, world_size, kind):
-    """The error about a model whose second half unsync cannot change, and whether the first half stays as it was."""
-    mesh, half = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",)), make()
+@pytest.mark.parametrize(("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOK)])
+@ranks.each(1)
+def test_unsync_refuses_what_it_cannot_change(kind, says):
+    """In the second half of a model; of replicate, before anything has changed."""
+    mesh, half = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",)), make()
     if kind == "a hook":
         half = DistributedDataParallel(half)
         half.register_comm_hook(None, noop_hook)
     else:
         half = replicate(half) if kind == "replicate" else replicate_with_fsdp(half, mesh=mesh)
     model = nn.Sequential(DistributedDataParallel(make()), half)
-    with pytest.raises((TypeError, ValueError)) as refused:
+    with pytest.raises((TypeError, ValueError), match=f"^{says}$"):
         demopt.unsync(model)
-    return str(refused.value), model[0].require_backward_grad_sync
+    assert model[0].require_backward_grad_sync or kind == "a hook"
 
 
-REFUSED = "the model went through replicate(), which only synchronises; leave that call out"
-HOOK = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
-
-
-@pytest.mark.parametrize(("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOK)])
-def test_unsync_refuses_what_it_cannot_change(kind, says):
-    """Of replicate, before anything has changed."""
-    ((text, untouched),) = ranks.run(_refused, 1, kind)
-    assert text == says
-    assert untouched or kind == "a hook"
-
-
-def _gradients(rank, world_size, unsync, reduce):
-    """The gradients of a backward pass on a 2 x 2 mesh, the wanted ones, and its collectives."""
+@pytest.mark.parametrize(
+    ("unsync", "reduce", "tolerance"), [(True, None, 1e-6), (True, torch.float16, 1e-3), (False, None, 1e-2)]
+)
+@ranks.each(4)
+def test_unsync_alone_leaves_fsdp2_the_mean_gradient_of_its_replica(rank, unsync, reduce, tolerance):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = make(), make()
     policy = MixedPrecisionPolicy(reduce_dtype=reduce)
@@ -202,18 +196,9 @@ def _gradients(rank, world_size, unsync, reduce):
         backward(plain, other, 1)
     both = zip(model.parameters(), plain.parameters(), strict=True)
     pairs = [(sharded.grad.full_tensor(), whole.grad / 2) for sharded, whole in both]
-    return {"found": mode.found, "pairs": pairs}
-
-
-@pytest.mark.parametrize(
-    ("unsync", "reduce", "tolerance"), [(True, None, 1e-6), (True, torch.float16, 1e-3), (False, None, 1e-2)]
-)
-def test_unsync_alone_leaves_fsdp2_the_mean_gradient_of_its_replica(unsync, reduce, tolerance):
-    for result in ranks.run(_gradients, 4, unsync, reduce):
-        apart = [not torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in result["pairs"]]
-        assert any(apart) != unsync
-        assert (result["found"]["c10d::allreduce_"] == 0) == unsync
-        assert result["found"]["c10d::_reduce_scatter_base_"] >= 1
+    assert all(torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in pairs) == unsync
+    assert (mode.found["c10d::allreduce_"] == 0) == unsync
+    assert mode.found["c10d::_reduce_scatter_base_"] >= 1
 
 
 def test_unsync_returns_a_plain_module_unchanged():
@@ -246,11 +231,9 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast():
         assert found["c10d::broadcast_"] == 1
 
 
-def _unlike(rank, world_size, src):
-    demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)
-
-
-def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers():
-    unlike = "rank 1 has buffer running_mean = torch.float32 [3] where rank 0 has torch.float32 [2]"
+@ranks.each(2)
+def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers(rank):
+    unlike = r"rank 1 has buffer running_mean = torch.float32 \[3\] where rank 0 has torch.float32 \[2\]"
     for src, said in ((2, "src is 2; there are ranks 0 to 1"), (0, unlike)):
-        assert [str(outcome.error) for outcome in ranks.outcomes(_unlike, 2, src)] == [said, said]
+        with pytest.raises((ValueError, demopt.SettingsError), match=f"^{said}$"):
+            demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)

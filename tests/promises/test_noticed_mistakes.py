@@ -1,9 +1,4 @@
-"""Mistakes that are noticed.
-
-Parameters that no DeMo has, and steps of an inner optimizer alone, after which ranks would drift unseen; gradients
-that something else already synchronises, DDP or FSDP2 over the same ranks; buffers that nothing does; local weights
-that are evaluated, or lost; AdamW's learning rate for Muon; and calls of all ranks that one rank makes.
-"""
+"""Mistakes that are noticed: what nothing synchronises, or something else does; local weights shown or lost; rates."""
 
 import contextlib
 import copy
@@ -51,8 +46,12 @@ BESIDE = {
 }
 
 
-def _beside(rank, world_size, kind):
-    """The warnings of three steps of a model's optimizers."""
+BIASES = ("parameter '0.bias' and 1 more of the model that went through unsync can train", "demopt.muon_groups")
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+@ranks.each(2)
+def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(rank, kind):
     torch.manual_seed(0)
     model = demopt.unsync(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)))
     matrices, biases = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
@@ -63,15 +62,7 @@ def _beside(rank, world_size, kind):
         problems.set_gradients(model.parameters(), step, rank)
         for optimizer in optimizers:
             heard += problems.warned(optimizer.step)
-    return heard
-
-
-BIASES = ("parameter '0.bias' and 1 more of the model that went through unsync can train", "demopt.muon_groups")
-
-
-@pytest.mark.parametrize("kind", BESIDE)
-def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind):
-    _assert_told(_told(_beside, kind), *(BIASES if kind.endswith("AdamW for biases") else ()))
+    _assert_told(heard, *(BIASES if rank == 0 and kind.endswith("AdamW for biases") else ()))
 
 
 def _wrapped():
@@ -109,30 +100,6 @@ def test_inner_optimizer_steps_where_that_is_no_mistake():
 METHODS = {"DeMo": {}, "LocalDeMo": {}, "LocalDeMo, delay": {"sync_every": 1, "delay": 1}}
 
 
-def _steps(rank, world_size, kind, method):
-    """The warnings of each of three steps."""
-    torch.manual_seed(0)
-    model = nn.Linear(9, 4)
-    if kind == "FSDP2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    if kind.startswith("ddp"):
-        model = DistributedDataParallel(model)
-    optimizer = problems.optimizer_of(method.partition(",")[0], model.parameters(), **METHODS[method])
-    heard = []
-    for step in range(3):
-        data = problems.draw((5, 9), 0 if kind.startswith("the same data") else rank, step)
-        model.zero_grad()
-        with model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext():
-            model(torch.zeros(5, 9) if kind == "zero gradients" else data).square().mean().backward()
-        for parameter in model.parameters() if kind == "zero gradients" or (kind == LATE and step == 0) else ():
-            parameter.grad = torch.zeros_like(parameter)
-        if kind == "no gradients":
-            model.zero_grad()
-        told = problems.warned(optimizer.step)
-        heard.append([text for text in told if kind != "no gradients" or "has had a gradient" not in text])
-    return heard
-
-
 LATE = "the same data, first with zero gradients"  # as after a first step with a loss of zero
 
 
@@ -145,17 +112,34 @@ LATE = "the same data, first with zero gradients"  # as after a first step with 
         *(("zero gradients", method, None) for method in METHODS),
     ],
 )
-def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind, method, at):
-    first, second = ranks.run(_steps, 2, kind, method)
-    assert [len(texts) for texts in first] == [int(step == at) for step in range(3)]
-    assert at is None or "bit-identical gradients, so something already synchronizes them (Distr" in first[at][0]
-    assert second == [[], [], []], "rank 0 alone warns"
+@ranks.each(2)
+def test_synchronised_gradients_warn_rank_0_once_when_they_are_not_zero(rank, kind, method, at):
+    torch.manual_seed(0)
+    model = nn.Linear(9, 4)
+    if kind.startswith("ddp"):
+        model = DistributedDataParallel(model)
+    optimizer = problems.optimizer_of(method.partition(",")[0], model.parameters(), **METHODS[method])
+    says = "bit-identical gradients, so something already synchronizes them (Distr"
+    for step in range(3):
+        data = problems.draw((5, 9), 0 if kind.startswith("the same data") else rank, step)
+        model.zero_grad()
+        with model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext():
+            model(torch.zeros(5, 9) if kind == "zero gradients" else data).square().mean().backward()
+        for parameter in model.parameters() if kind == "zero gradients" or (kind == LATE and step == 0) else ():
+            parameter.grad = torch.zeros_like(parameter)
+        if kind == "no gradients":
+            model.zero_grad()
+        told = problems.warned(optimizer.step)
+        told = [text for text in told if kind != "no gradients" or "has had a gradient" not in text]
+        _assert_told(told, *([says] if (rank, step) == (0, at) else []))
 
 
+@ranks.each(2)
 def test_fsdp2_over_the_same_ranks_is_refused():
-    for outcome in ranks.outcomes(_steps, 2, "FSDP2", "DeMo"):
-        assert isinstance(outcome.error, ValueError), outcome.value
-        assert "FSDP2" in str(outcome.error)
+    model = fully_shard(nn.Linear(9, 4), mesh=init_device_mesh("cpu", (2,)))
+    model(torch.ones(5, 9)).sum().backward()
+    with pytest.raises(ValueError, match="FSDP2"):
+        problems.optimizer_of("DeMo", model.parameters()).step()
 
 
 #: The layers of a model, and the one that a warning names.
@@ -259,8 +243,11 @@ def test_evaluation_between_rounds_outside_of_shared_warns_once(how, says):
         assert _told(_evaluated, how, 4) == ranks.run(_evaluated, 1, how, 3)[0] == []
 
 
-def _loaded(rank, world_size, order):
-    """The warnings of the first step after loading a state that was saved between two rounds."""
+@pytest.mark.parametrize(
+    ("order", "lose"), [("optimizer, model", [0, 1]), ("model, optimizer", []), ("model, optimizer, DDP", [1])]
+)
+@ranks.each(2)
+def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so(rank, order, lose):
     optimizer, again = (problems.local(None, [(4, 4)], problems.ADAMW, sync_every=2) for _ in range(2))
     problems.fingerprints(optimizer, range(3), rank)
     with optimizer.shared():
@@ -273,16 +260,9 @@ def _loaded(rank, world_size, order):
         else:
             with torch.no_grad():
                 problems.all_parameters(again)[0].copy_(weights[0])
-    return problems.warned(lambda: problems.fingerprints(again, [3], rank))
-
-
-@pytest.mark.parametrize(
-    ("order", "lose"), [("optimizer, model", [0, 1]), ("model, optimizer", []), ("model, optimizer, DDP", [1])]
-)
-def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so(order, lose):
+    told = problems.warned(lambda: problems.fingerprints(again, [3], rank))
     says = "its steps since the last round are lost. Load the model, wrap it in Dis"
-    for rank, told in enumerate(ranks.run(_loaded, 2, order)):
-        _assert_told(told, *([says] if rank in lose else []))
+    _assert_told(told, *([says] if rank in lose else []))
 
 
 #: The rates with which groups are built; those that a script gives them at a step; the step that hints, and the hint.
@@ -341,8 +321,10 @@ def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build):
         optimizer.step()
 
 
-def _alone(rank, world_size, call):
-    """What a rank says if rank 0 alone makes a call of all ranks, and the others take the next step."""
+@pytest.mark.parametrize("call", ["consolidate_state_dict()", "resync()", "broadcast_buffers()"])
+@ranks.each(2)
+def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(rank, call):
+    """The others take the next step."""
     liveness.ANSWER_SECONDS = 60.0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
@@ -356,26 +338,12 @@ def _alone(rank, world_size, call):
     problems.set_gradients(model.parameters(), 0, rank)
     optimizer.step()
     calls[call]()  # on all ranks it does its work
-    try:
-        if rank == 0:
+    problems.set_gradients(model.parameters(), 1, rank)
+    if rank == 0:
+        told = rf"(?s)^rank 0( \(host .*\))? called {re.escape(call)}, and rank 1 .*of 2 went on without.*"
+        with pytest.raises(demopt.ExchangeError, match=rf"{told}call it on all ranks, not under `if rank == 0:`$"):
             calls[call]()
-        problems.set_gradients(model.parameters(), 1, rank)
-        optimizer.step()
-    except demopt.ExchangeError as error:
-        if rank == 0:  # nothing was sent: it can go on, as the others do
-            optimizer.step()
-            return str(error)
-        raise
-    return f"went on: {optimizer.fingerprint()}"
-
-
-@pytest.mark.filterwarnings("ignore:rank 0 received")
-@pytest.mark.parametrize("call", ["consolidate_state_dict()", "resync()", "broadcast_buffers()"])
-def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(call):
-    first, second = ranks.run(_alone, 2, call)
-    assert re.match(rf"rank 0( \(host .*\))? called {re.escape(call)}, and rank 1 .*of 2 went on without", first)
-    assert first.endswith("call it on all ranks, not under `if rank == 0:`")
-    assert second.startswith("went on: ")
+    optimizer.step()  # nothing was sent: it can go on, as the others do
 
 
 @pytest.mark.filterwarnings("ignore:the state was saved 2 steps after the last round")

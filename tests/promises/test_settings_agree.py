@@ -10,6 +10,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, Lion, SettingsError
+from demopt.replicator import wiring
 
 OTHER = {
     "lr": 0.011, "momentum_decay": 0.91, "alpha": 0.5, "top_k": 25, "chunk": 15, "transform": "identity",
@@ -66,10 +67,9 @@ def test_differing_models_are_refused(kind):
         _assert_named(error, 1, "param_groups[")
 
 
-def _each_difference(rank, world_size):
-    """In version, route, threads and precision (which can change bits of matrix products), and in two at once."""
-    from demopt.replicator import wiring
-
+@ranks.each(2)
+def test_differing_version_route_and_hardware_are_refused(rank):
+    """Hardware (threads, precision), which can change bits of muon, not of signum; settings are named before it."""
     found = {}
     wiring.VERSION += rank
     found["version"] = problems.refusal(problems.demo(), rank=rank)
@@ -82,18 +82,12 @@ def _each_difference(rank, world_size):
     torch.set_float32_matmul_precision(["highest", "high"][rank])
     found["precision"] = problems.refusal(problems.demo(shapes=[(32, 16)], update="muon"), rank=rank)
     torch.set_float32_matmul_precision("highest")
-    return found
-
-
-def test_differing_version_route_and_hardware_are_refused():
-    """Hardware by muon, not by signum, and a setting is named before it."""
-    for found in ranks.run(_each_difference, 2):
-        _assert_named(found["version"], 1, "version")
-        _assert_named(found["route"], 1, "route")
-        _assert_named(found["muon"], 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
-        _assert_named(found["precision"], 1, "its hardware", "float32 products high", "float32 products highest")
-        assert found["signum"] is None
-        _assert_named(found["both"], 1, "param_groups[0]['update']")
+    _assert_named(found["version"], 1, "version")
+    _assert_named(found["route"], 1, "route")
+    _assert_named(found["muon"], 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
+    _assert_named(found["precision"], 1, "its hardware", "float32 products high", "float32 products highest")
+    assert found["signum"] is None
+    _assert_named(found["both"], 1, "param_groups[0]['update']")
 
 
 def test_settings_in_equivalent_forms_agree():

@@ -1,8 +1,7 @@
 """Servers of objects for tests: real ones, each with a bucket named `bucket`, and a small S3 that a test may change.
 
-SeaweedFS (S3) and Azurite (Azure) run once per process. SeaweedFS is a wheel of PyPI. Azurite comes from npm:
-`make test` installs it beside this environment where npm is. The small one is in memory: put (If-None-Match), get, head
-and list, whose answers a test may replace.
+SeaweedFS (S3), a wheel of PyPI, and Azurite (Azure), which `make test` installs where npm is, run once per process. The
+small one is in memory: put (If-None-Match), get, head and list, whose answers a test may replace.
 """
 
 import atexit
