@@ -197,9 +197,8 @@ def _run(arguments: list[str]) -> int:
             return 2
         name = getattr(error, "option_name", None)
         meant = f"; here it is {MEANT[name]}" if name in MEANT else ""
-        return tell(
-            f"{error.format_message()}{meant} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)", 2
-        )
+        command = error.ctx.command_path if error.ctx else " ".join(["demopt", *re.findall("^[a-z]+$", arguments[0])])
+        return tell(f"{error.format_message().rstrip('.')}{meant} (see {command} --help)", 2)
     except typer.Abort:  # of Ctrl-C
         return tell("stopped", 130)
     except SharedInputError as error:

@@ -163,9 +163,10 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
     for place in (*tmp_path.parents, tmp_path):  # the test's own folders may be closed to others
         if stat.S_IMODE(place.stat().st_mode) & 0o011 == 0 and place.owner() == "root":
             place.chmod(place.stat().st_mode | 0o011)
-    (tmp_path / "run").mkdir()
-    os.chown(tmp_path / "run", 0, 4321)
-    (tmp_path / "run").chmod(0o3770)
+    for made in ("run", "run/.partial", "run/rounds", "run/rounds/1"):
+        (tmp_path / made).mkdir()
+        os.chown(tmp_path / made, 0, 4321)
+        (tmp_path / made).chmod(0o3770)
 
     def as_user(user, call):
         def become_and_call():
@@ -179,11 +180,16 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
 
     def delete():
         with pytest.raises(ExchangeError, match="access denied"):
-            Disk(tmp_path / "run").delete(["rounds/1/a"])
+            Disk(tmp_path / "run").delete(["rounds/1/a", "rounds/1/c"])
+        assert Disk(tmp_path / "run").get("rounds/1/c", 9) is None  # its own, after one that it may not delete
         with pytest.raises(PermissionError):
             os.replace(tmp_path / "run" / "rounds" / "1" / "b", tmp_path / "run" / "rounds" / "1" / "a")
         assert Disk(tmp_path / "run").get("rounds/1/a", 9) == b"of 1001"
 
     assert as_user(1001, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/a", b"of 1001")) == 0
     assert as_user(1002, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/b", b"of 1002")) == 0
+    assert as_user(1002, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/c", b"of 1002")) == 0
     assert as_user(1002, delete) == 0
+    made = Disk(tmp_path / "run").put_if_absent
+    assert as_user(1002, lambda: made("rounds/2/b", b"x")) == as_user(1001, lambda: made("rounds/2/a", b"of 1001")) == 0
+    assert as_user(1002, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"])) == 0  # who made a folder can

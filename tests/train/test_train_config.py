@@ -149,6 +149,7 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, monkeyp
         (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),
         (["--key-file", "run.key"], "--key-file is for a run in a folder, which --run names"),
         (["--colour", "red"], "No such option"),
+        (["--steps"], "requires an argument (see demopt train --help)"),
         (["--stpes", "3"], "--steps"),  # in words that differ from one version of typer to another
         (["--values", "2bit"], "did you mean '2-bit'?"),
         (["--tracker", "wanbd"], "did you mean 'wandb'?"),
@@ -284,10 +285,12 @@ def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path
     assert "already holds a run; go on with --resume, replace it with --overwrite" in told
     told = command("train", "--out", finished[0], "--resume", "--overwrite", code=2)
     assert "--overwrite deletes the run that --resume continues" in told
-    (tmp_path / "file").write_text("")
-    out = OutFolder(tmp_path / "file/run")
+    (tmp_path / "run").write_text("")
+    out = OutFolder(tmp_path / "run/run")
     with pytest.raises(InputError, match="cannot be written: Not a directory"), out.claimed(TrainConfig()):
         pass
+    (tmp_path / "start").mkdir()
+    assert "is the folder of a run" in command("train", "--out", tmp_path, "--overwrite", code=2)
 
 
 def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ power; and of those that race, one wins. Whoever can write the folder can make l
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EBADF, EINVAL, ELOOP, EMLINK, ENOSYS, ENOTDIR, ENOTSUP, ENXIO, EOPNOTSUPP, EPERM, EXDEV
 from pathlib import Path
@@ -79,12 +79,11 @@ class Disk(Store):
             except (FileNotFoundError, NotADirectoryError):
                 return set()
 
-    def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            for each in (_second(name), name):
-                none = suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError)
-                with told(self.address), none, self._at(each) as (leaf, here):
-                    os.unlink(leaf, dir_fd=here)
+    def _delete(self, name: str) -> None:
+        for each in (_second(name), name):
+            none = suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError)
+            with told(self.address), none, self._at(each) as (leaf, here):
+                os.unlink(leaf, dir_fd=here)
 
     @contextmanager
     def _at(self, name: str, make: bool = False) -> Iterator[tuple[str, int | None]]:

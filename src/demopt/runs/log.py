@@ -361,10 +361,10 @@ def numbered(store: Store, folder: str) -> list[int]:
     return sorted(int(name) for name in store.list(folder) if re.fullmatch("[0-9]{8}", name))
 
 
-def clear(store: Store, numbers: Iterable[int]) -> None:
-    """Deletes messages and hellos of rounds that a checkpoint covers; their manifests stay."""
-    for folder in map(folder_of, numbers):
-        store.delete(f"{folder}/{name}" for name in store.list(folder) if _PIECE.fullmatch(name))
+def pieces(store: Store, numbers: Iterable[int]) -> list[str]:
+    """Returns the names of the messages and hellos of some rounds, which are deleted once a checkpoint covers them."""
+    folders = map(folder_of, numbers)
+    return [f"{folder}/{name}" for folder in folders for name in store.list(folder) if _PIECE.fullmatch(name)]
 
 
 # Checking what others wrote

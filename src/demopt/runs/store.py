@@ -54,9 +54,21 @@ class Store(ABC):
     def list(self, folder: str) -> set[str]:
         """Returns the names, in it, of the objects below a folder."""
 
-    @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects; absent ones are no error."""
+        """Deletes objects; absent ones are no error, and one that may not be deleted is told of after all others."""
+        denied = None
+        for name in names:
+            try:
+                self._delete(name)
+            except StoreError as error:
+                if not error.at_first:
+                    raise
+                denied = error
+        if denied is not None:
+            raise denied
+
+    def _delete(self, name: str) -> None:
+        raise NotImplementedError
 
 
 class ObjectStore(Store):
@@ -118,10 +130,9 @@ class ObjectStore(Store):
         names = {each["path"].removeprefix(f"{folder}/") for each in found}
         return {name for name in names if "/" not in name}
 
-    def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            with told(self.address), suppress(FileNotFoundError):
-                self._obstore.delete(self._store, name)
+    def _delete(self, name: str) -> None:
+        with told(self.address), suppress(FileNotFoundError):
+            self._obstore.delete(self._store, name)
 
     def _exists(self, name: str) -> bool:
         with suppress(FileNotFoundError):

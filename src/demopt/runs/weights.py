@@ -490,13 +490,14 @@ class FolderRounds(Rounds):
                 return
             try:
                 last = regular[-1] if regular else 0
-                run.store.delete(log.moments_name(each) for each in older if each < last)
+                gone = [log.moments_name(each) for each in older if each < last]
                 if not run.record.keep_log and regular:  # a slow worker may still read what came after the last one
                     cleared = regular[0] if len(regular) > 1 else 0  # the last save cleared those before
-                    log.clear(run.store, range(cleared, last))
-                    run.store.delete(log.checkpoint_name(run.record, each) for each in older if each < last)
+                    gone += log.pieces(run.store, range(cleared, last))
+                    gone += [log.checkpoint_name(run.record, each) for each in older if each < last]
+                run.store.delete(gone)
             except ExchangeError as error:
-                run.say(f"what is old was not deleted, training goes on: {error}")
+                run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
 
         run.later(write)
 

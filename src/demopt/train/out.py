@@ -68,6 +68,8 @@ class OutFolder:
         with suppress(ValueError):  # of none; one that cannot be is told where it is opened
             named.append(("--run", full(config.run or "")))
         root, places = self.root.resolve(), {place.resolve() for place in written}
+        if (root / "run").is_file() and (root / "start").is_dir():
+            raise InputError(f"--out {self.root} is the folder of a run; each worker's --out is another one")
         for name, source in named:
             place = Path(source or "").resolve()
             if source not in (None, "bytes") and (place == root or places & {place, *place.parents}):
