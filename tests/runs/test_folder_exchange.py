@@ -19,7 +19,7 @@ from demopt import DriftError, FolderExchange
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
 from demopt.runs import log
-from demopt.runs.inbox import CoveredError
+from demopt.runs.inbox import CoveredError, ForkedError
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore
 from demopt.train.runs import command
@@ -295,6 +295,16 @@ def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_jo
     assert again.run.row is not None
 
 
+def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store):
+    worker = Worker(store, 0, checkpoint_every=1)
+    worker.round()
+    worker.run._patient.patience = 0.5
+    worker.optimizer._rounds.load = load = Mock(side_effect=ForkedError("forked"))
+    with pytest.raises(ExchangeError, match="has no checkpoint after round 1"):
+        worker.optimizer._rounds._load_newest(least=1)
+    assert load.call_count == 1
+
+
 @pytest.mark.parametrize("cut", [True, False])
 def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, cut):
     first = Worker(store, 0, checkpoint_every=1)
@@ -329,7 +339,6 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     first.round(4)
     owner = Worker(store, 2, inner=adamw)
     owner.optimizer.inner[0].state[owner.model[0].weight]["step"] = torch.tensor(3.0)
-    owner.optimizer._rounds._lent_moments = None  # nobody asks for moments that it does not need
     owner.join()
     assert moments(owner) == [{"step": torch.tensor(3.0)}]
     joiner = Worker(store, 1, inner=adamw)

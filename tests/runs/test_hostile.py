@@ -236,6 +236,16 @@ def test_object_with_impossible_entries_is_damaged(kind, change):
     assert str(told_by.value).isprintable()
 
 
+def test_note_that_readers_take_is_not_too_deep_for_the_manifest_that_has_it():
+    deep = [json.loads("[" * depth + "]" * depth) for depth in range(1, 40)]
+    for note in deep:
+        with contextlib.suppress(MessageError):
+            sent = log.read_message("m", dataclasses.replace(MESSAGE, note=note).packed(), RUN)
+            manifest = dataclasses.replace(MANIFEST, senders=[dataclasses.replace(SENDER, note=sent.note)])
+            assert log.propose(ObjectStore(), manifest) == manifest
+    assert sent.note == deep[32], "the deepest one that an honest worker sends"
+
+
 @pytest.mark.parametrize("note", ["NaN", "Infinity", "1e999", "-1e400"])
 def test_number_that_is_not_finite_is_no_note(note):
     raw = json.dumps(written(MESSAGE)).replace("2.5", note).encode() + b"\n"

@@ -108,6 +108,23 @@ def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once
     assert set(counts) == {1.0}, counts
 
 
+def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_each_step_counts_once():
+    store = ObjectStore()
+    late, other = (Counter(store, number, 0) for number in range(2))
+    for worker in (late, other, other, other):
+        worker.step()
+        worker.step()
+    away = pytest.raises(ExchangeError, match="away")
+    with away, patch.object(late.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
+        late.step()
+        late.step()  # left out of round 2, after which there is another
+    late.step()
+    late.step()
+    assert (late.run.last.manifest.round, late.run.row) == (3, 0)
+    assert late.optimizer.stats.payload_bytes == late.optimizer.replicator.message_bytes, "one message, none too late"
+    assert times_applied(store, [late, other]) == [[1.0] * late.taken, [1.0] * other.taken]
+
+
 def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store):
     first, second = joined(store, keep_log=True)
     for worker in (first, second, first, second):
@@ -149,7 +166,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
-    wrong += [{"read": "3"}, {"read": '["a"]'}]
+    wrong += [{"read": "3"}, {"read": '["a"]'}, {"sent_from": -1}]
     for folder in [{**known, **each} for each in wrong] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):

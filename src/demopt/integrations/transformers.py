@@ -75,8 +75,7 @@ class DeMoCallback(TrainerCallback):
             self._shared.close()
             optimizer.flush()
             weights.take(best)
-            weights.adopt()
-            optimizer.local_steps = 0
+            weights.drop_steps()
             return
         self._shared.close()
         if optimizer.local_steps or optimizer.replicator.in_flight:

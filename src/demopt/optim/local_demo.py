@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +135,6 @@ class LocalDeMo(ReplicatedOptimizer):
             "chunking": "padded",
             "maximize": False,
         }
-        self.local_steps = 0
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
@@ -153,6 +151,11 @@ class LocalDeMo(ReplicatedOptimizer):
     def inner(self) -> list[torch.optim.Optimizer]:
         """The inner optimizers."""
         return self._inner.optimizers
+
+    @property
+    def local_steps(self) -> int:
+        """The local steps since the last round."""
+        return self._weights.steps
 
     @property
     def samples(self) -> int:
@@ -258,10 +261,11 @@ class LocalDeMo(ReplicatedOptimizer):
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._before_change("apply")
-        current = self.replicator.round
         with uninterrupted():
+            alone = self.replicator.round is None  # as in a replay
             self.replicator.apply(messages)
-            self._set_weights(finite=current is not None and current.finite)
+            if alone:
+                self._weights.drop_steps()
 
     @unrecorded
     def rollback(self) -> None:
@@ -318,7 +322,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if model:
             self._weights.take(loaded)
         try:
-            self.local_steps = 0
+            self._weights.steps = 0
             self._rounds.resync(src)
         finally:
             self._weights.adopt()  # the global weights may have moved even if the rest failed
@@ -366,22 +370,21 @@ class LocalDeMo(ReplicatedOptimizer):
         # Local steps since the last round, which a later message may carry, count from the weights that they began at.
         if self.local_steps and not (rounds.in_step or weights.have_start):
             weights.hold()
-        moments = None
+        has_taken = False
         try:
-            moments = rounds.join()
+            has_taken = rounds.join()
         finally:
-            if moments is not None or self.replicator.fingerprint() != before:  # some may have come before an error
+            if has_taken or self.replicator.fingerprint() != before:  # some may have come before an error
                 if rounds.in_step:
                     weights.adopt()
                 elif weights.have_start:
                     weights.land()
-                else:  # `drop_steps` came
-                    weights.adopt()
-                    self.local_steps = 0
-        if moments is None:
+                else:  # nothing was held, or the run has dropped it
+                    weights.drop_steps()
+        if not has_taken:
             return
         self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
-        self._inner.borrow(moments)
+        self._inner.borrow(rounds.lent_moments())
         self._note_gradients([parameter.grad for parameter in weights.parameters])
         for parameter in weights.parameters:
             parameter.grad = None  # it was computed at other weights
@@ -417,7 +420,7 @@ class LocalDeMo(ReplicatedOptimizer):
             # without a GradScaler nothing here waits: gradients that are not finite show in the next round
             if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
                 self._inner.step()
-        self.local_steps += 1
+        self._weights.steps += 1
         self.mistakes.look_after_step(collectives)
         self.replicator.stats = Stats(route=self.replicator.stats.route)
         return losses[0] if losses else None
@@ -444,19 +447,16 @@ class LocalDeMo(ReplicatedOptimizer):
             sent = self.replicator.stats.after(sent) if was_left_open else sent
             self.replicator.require_idle("step")  # a round that the user began is not rolled back
             background, current = self.replicator.options.background, None
-            number = int(self.replicator.round_number)
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
-                then = partial(self._set_weights, current.finite)
                 if not background:
-                    self._rounds.exchange_and_apply(then)
+                    self._rounds.exchange_and_apply()
                 elif current.work is None:
-                    self.replicator.send(then)
+                    self.replicator.send()
             except BaseException:
-                abandoned = self.replicator.round or current  # None: D is not in the error
-                ended = self.replicator.in_flight or int(self.replicator.round_number) > number  # sent, or applied
-                if abandoned is not None:  # `then` may not have been reached, as after a warning that is an error
-                    (self._set_weights if ended else self._keep_weights)(abandoned.finite)
+                current = self.replicator.round or current
+                if current is not None and current.then is not None:  # D is in the error
+                    self._keep_weights(current)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             self.replicator.stats = sent = self.replicator.stats.after(sent)
@@ -464,27 +464,30 @@ class LocalDeMo(ReplicatedOptimizer):
                 return
             # Late twice in a row: the error is sent at once, without local steps. So D is 0.
 
-    def _keep_weights(self, finite: bool) -> None:
-        """After a round that failed: D is in the error."""
-        self._rounds.rollback()
-        self._weights.keep(finite)
+    def _keep_weights(self, failed: Round) -> None:
+        """After a round that failed before it was sent in the background, or ended: D is in the error."""
+        self._rounds.rollback()  # in a folder the round stays open
+        self._weights.keep(failed.finite)
+        failed.then = None
         if self._left_open:
-            self.local_steps = 0  # the open round has them
+            self._weights.steps = 0  # the open round has them
             # It may move the global weights later: local ones that are equal to them now, after dropped steps, count
             # from here too.
-            if not finite:
+            if not failed.finite:
                 self._weights.hold()
 
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
         if self._rounds.is_open:
             self._rounds.exchange_and_apply()
-            self._catch_up()
+        self._catch_up()
 
     def _catch_up(self) -> None:
         """Applies rounds that were decided without this rank: local steps that are for the next one stay local."""
         if not self._rounds.is_behind or self.replicator.in_flight:
             return
+        if self.local_steps and not self._weights.have_start:  # after a catch-up that an error has ended
+            self._weights.hold()
         try:
             self._rounds.catch_up()
         finally:
@@ -496,26 +499,15 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.look_at_loaded()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
-            self.replicator.extract_and_send(starts, weights, self._set_weights)  # while the device takes more steps
+            self.replicator.extract_and_send(starts, weights, self._weights.after)  # while the device takes more steps
         else:
-            self.replicator.extract(starts, minus=weights)
+            self.replicator.extract(starts, minus=weights, then=self._weights.after)
         current = self.replicator.round
         assert current is not None
         if not current.finite:
             self._inner.restart()
         self.mistakes.look_at_rates()
         return current
-
-    @uninterrupted()
-    def _set_weights(self, finite: bool) -> None:
-        """After a round: sets local weights and start by the table of local_weights.py."""
-        if self.replicator.in_flight:
-            self._weights.depart(finite)
-        elif self.replicator.stats.skipped:
-            self._weights.keep(finite)
-        else:  # also where a checkpoint has a folder's round: its `stats` are not `skipped`
-            self._weights.adopt()
-        self.local_steps = 0
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
         """Returns the replicator's groups, one for each of `param_groups`, in order, even if nothing of it trains."""
@@ -569,7 +561,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _rounds_with(self, process_group: Any) -> Rounds:
         if isinstance(process_group, VaryingExchange):
-            return process_group.rounds_of(self.replicator, self._inner.moments, self._weights.adopt)
+            return process_group.rounds_of(self.replicator, self._inner.moments, self._weights.drop_steps)
         return Rounds(self.replicator)
 
     def _facts(self) -> Facts:
@@ -669,13 +661,13 @@ class LocalDeMo(ReplicatedOptimizer):
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         folder = self._rounds.entry()
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
-        if self.replicator.round is None:
+        if not self.replicator.is_open:
             self._follow_inner()
         return {**super().own_state_dict(), **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
-        if self.replicator.round is None:  # otherwise `restore` ends it first
+        if self.replicator.round is None:  # otherwise `replicator.restore` rolls it back first
             self._follow_inner()
         check_sizes(state_dict, self.param_groups)
         settings = [Hyperparameters.of(group) for group in self._replicated_groups()]
@@ -690,7 +682,6 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.restore({global_of[local]: saved.of_replicator for local, saved in saved_of.items()})
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
-        self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
         self._is_trained = self._is_trained or self.local_steps > 0
         self._rounds.restore(folder)
 
@@ -699,7 +690,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
-        names = ["defaults", "local_steps", "replicator", "_inner", "sync_every", "_settings", "_weights"]
+        names = ["defaults", "replicator", "_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

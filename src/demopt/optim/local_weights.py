@@ -7,7 +7,7 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 |---|---|---|---|---|
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
 | applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round carries it |
-| covered by a checkpoint, in a folder | the checkpoint's | global | e + T(D), less a sent | in e and the checkpoint |
+| covered by a checkpoint, in a folder | the checkpoint's | global | if sent, b (e + T(D) - a sent) | in both |
 | skipped (or few sent) or failed | as before | as before; so is start | e + T(D) | in e: a later round carries it |
 | skipped, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
@@ -49,6 +49,7 @@ class LocalWeights:
         self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of the round that is extracted
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
+        self.steps = 0  # local ones since the last round
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -157,6 +158,22 @@ class LocalWeights:
         starts = [self._start(local, weight) if local.requires_grad else None for local, weight in pairs]
         return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
+    def after(self, finite: bool, what: str) -> None:
+        """After a round that was "sent", "skipped" or "applied": by the table; `finite`: D was."""
+        if what == "sent":
+            self.depart(finite)
+        elif what == "skipped":
+            self.keep(finite)
+        else:
+            self.adopt()
+        self.steps = 0
+
+    @uninterrupted()
+    def drop_steps(self) -> None:
+        """local <- global: no round will have the local steps since the last one."""
+        self.adopt()
+        self.steps = 0
+
     @uninterrupted()
     def keep(self, finite: bool = True) -> None:
         """After a round that was skipped or failed: D is in the error, and the next one counts from here.
@@ -236,6 +253,7 @@ class LocalWeights:
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
         self.start_of, self._extracted_from, self._adopted, self.untouched = {}, {}, [], False
+        self.steps = max((int(each.shared["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             if local not in saved:
                 self._copy([(local, global_weight)])

@@ -86,7 +86,11 @@ class Stats:
 
 @dataclass
 class Round:
-    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far."""
+    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far.
+
+    `then` is called once, with whether this rank's gradients were finite, and "sent" (in the background), "skipped" or
+    "applied", before any handler of a signal sees that.
+    """
 
     wiring: Wiring
     header: Header
@@ -100,6 +104,12 @@ class Round:
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
     exchanged: bool = False  # the exchange and all comparisons after it are done
+    then: Callable[[bool, str], None] | None = None
+
+    def call_then(self, what: str) -> None:
+        then, self.then = self.then, None
+        if then is not None:
+            then(self.finite, what)
 
     @property
     def row(self) -> int | None:
@@ -201,13 +211,21 @@ class Replicator:
 
     # Phase 1, extract: gradients -> momentum -> this rank's message
 
-    def extract(self, gradients: Gradients, unscale: float | None = None, minus: Gradients | None = None) -> Tensor:
+    def extract(
+        self,
+        gradients: Gradients,
+        unscale: float | None = None,
+        minus: Gradients | None = None,
+        then: Callable[[bool, str], None] | None = None,
+    ) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
         `gradients` are local tensors in the order of `parameters`, which `unscale` (see `unscaling_of`) multiplies.
-        With `minus`, the gradients are the differences gradients[i] - minus[i]. The rest as in `DeMo.extract`.
+        With `minus`, the gradients are the differences gradients[i] - minus[i]. `then`: see `Round`. The rest as in
+        `DeMo.extract`.
         """
         current, factor = self._prepared(gradients, unscale, minus)
+        current.then = then
         with uninterrupted():  # what has entered the momentum is in a round
             self._compress(current, gradients, factor, minus)
             self.round = current
@@ -377,6 +395,7 @@ class Replicator:
                 wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
+        current.call_then("skipped" if result.skipped else "applied")
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
         self._count_skips(result)
 
@@ -412,19 +431,16 @@ class Replicator:
 
     # Phases 1 and 2 in the background, while this rank computes
 
-    def send(self, then: Callable[[], None] = lambda: None) -> None:
-        """Step 5, begun: the message travels in the background until `exchange`.
-
-        `then`: see `Rounds.exchange_and_apply`.
-        """
+    def send(self) -> None:
+        """Step 5, begun: the message travels in the background until `exchange`."""
         current = self._current()
         self.session.agree(current.wiring, self.header)
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         with uninterrupted():
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
-            then()
+            current.call_then("sent")
 
-    def extract_and_send(self, gradients: Gradients, minus: Gradients, then: Callable[[bool], None]) -> None:
+    def extract_and_send(self, gradients: Gradients, minus: Gradients, then: Callable[[bool, str], None]) -> None:
         """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
 
         For tensors of the host that nothing writes before then.
@@ -447,11 +463,11 @@ class Replicator:
                         current.result = result if handshake_due(result.headers) else self._decoded(current, result)
                 return messages
 
-        current.extracted = extracted
+        current.extracted, current.then = extracted, then
         with uninterrupted():
             self.round = current
             current.work = self.session.submit(work, None)
-            then(current.finite)
+            current.call_then("sent")
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""
@@ -546,7 +562,7 @@ class Replicator:
         wiring = self.wiring()
         new = self._begin(wiring)
         flags = new.header.flags | detached.header.flags & NONFINITE
-        new.header, new.data = replace(new.header, flags=flags), detached.data
+        new.header, new.data, new.then = replace(new.header, flags=flags), detached.data, detached.then
         new.message = wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
@@ -560,6 +576,7 @@ class Replicator:
             self.round = None
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
+        current.call_then("applied")
 
     def round_of(self, message: Tensor, attached: Any, in_momentum: bool) -> Round:
         """Returns the round of a message from before a restart; `in_momentum`: whether that still has its content."""

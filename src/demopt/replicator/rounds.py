@@ -16,7 +16,6 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, MessageError
 from demopt.exchange import Meter
-from demopt.interrupts import uninterrupted
 from demopt.replicator.route import Result, read_result
 from demopt.replicator.wiring import Wiring
 from demopt.wire.coefficients import Coefficients
@@ -117,13 +116,17 @@ class Rounds:
         replicator = self.replicator
         return replicator.in_flight or replicator.session.has_agreed(replicator.wiring())
 
-    def join(self) -> Moments | None:
-        """Makes this rank one of the others; it may move the parameters.
+    def join(self) -> bool:
+        """Makes this rank one of the others; it may move the parameters. Returns whether it has joined a run of others.
 
-        Returns moments if it has joined a run that others began; they are empty if it has its own, or none are there.
+        Then `lent_moments` are for its inner optimizer.
         """
         self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
-        return None
+        return False
+
+    def lent_moments(self) -> Moments:
+        """Returns the moments that a run lends to this rank: none if it has some, or none are there."""
+        return {}
 
     def entry(self) -> dict[str, Any]:
         """Returns the entry of a state that is about rounds, such as a message whose round is undecided."""
@@ -141,16 +144,10 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
-    def exchange_and_apply(self, then: Callable[[], None] = lambda: None) -> None:
-        """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight.
-
-        `then` moves the local weights, before any handler of a signal can see both.
-        """
+    def exchange_and_apply(self) -> None:
+        """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""
         try:
-            messages = self.replicator.exchange()
-            with uninterrupted():
-                self.replicator.apply(messages)
-                then()
+            self.replicator.apply(self.replicator.exchange())
         except BaseException:
             if not self.replicator.in_flight:
                 self.replicator.rollback()

@@ -346,7 +346,7 @@ class FolderExchange(VaryingExchange):
             error = DriftError(number, [], told, remedy)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        was_there = inbox.undecided_at - ready_at > _SEEN  # the round was open then; False if nothing was put
+        was_there = inbox.seen_open_at - ready_at > _SEEN  # the round was open then; False if nothing was put
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
             row, result, error, manifest=manifest, envelope=mine,

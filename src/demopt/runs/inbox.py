@@ -66,7 +66,7 @@ class Inbox:
     def __init__(self, run: "FolderExchange", wiring: Wiring, header: Header, attached: Attached) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.seen = Seen(set(), set(), False)  # at the last look
-        self.undecided_at = 0.0  # the time (monotonic) of the last look that found no manifest
+        self.seen_open_at = 0.0  # the time (monotonic) of the last look that found no manifest
         self.known_at = 0.0  # when the manifest was read
         self._unreadable = set[str]()  # workers whose messages were listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
@@ -77,7 +77,7 @@ class Inbox:
 
     def look(self) -> None:
         now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
-        self.undecided_at = self.undecided_at if self.seen.has_manifest else now
+        self.seen_open_at = self.seen_open_at if self.seen.has_manifest else now
 
     def unread(self) -> tuple[list[str], list[str]]:
         """Returns whose messages and hellos are there and were not read."""

@@ -300,7 +300,7 @@ def message_name(number: int, worker: str) -> str:
 def read_message(name: str, data: bytes, run: str, number: int | None = None, worker: str | None = None) -> Envelope:
     """Returns a message with an unchecked body; MessageError if the rest does not fit its name, if that is given."""
     head, _, body = data.partition(b"\n")
-    values = json_of(name, head)
+    values = json_of(name, head, MOST_DEPTH - 7)  # a manifest has the note some levels down
     if values.get("reads") is not None:
         values["reads"] = reads_of(name, values["reads"])
     message = object_of(Envelope, name, {**values, "body": body})
@@ -479,7 +479,7 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
     return manifest if _moves(senders, manifest.members) else replace(manifest, senders=[])
 
 
-def json_of(name: str, data: bytes) -> dict[str, Any]:
+def json_of(name: str, data: bytes, most: int = MOST_DEPTH) -> dict[str, Any]:
     """Returns an object of finite numbers; MessageError if it is another thing."""
 
     def number(text: str) -> float:
@@ -494,8 +494,8 @@ def json_of(name: str, data: bytes) -> dict[str, Any]:
         raise MessageError(f"{name} is damaged: it holds no JSON") from error
     if not isinstance(found, dict):
         raise MessageError(f"{name} is damaged: it holds a {type(found).__name__}")
-    if is_deeper(found, MOST_DEPTH):
-        raise MessageError(f"{name} is damaged: it is nested more than {MOST_DEPTH} deep")
+    if is_deeper(found, most):
+        raise MessageError(f"{name} is damaged: it is nested more than {most} deep")
     return found
 
 

@@ -63,8 +63,7 @@ class SavedWorker:
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    # The first round that may have a message which is later than the state; None: the first one without `message`
-    sent_from: int | None
+    sent_from: int | None  # the first round that may have a message which is later; early 0.3.0 had none
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -76,7 +75,9 @@ class SavedWorker:
             read = json.loads(entry.get("read", "[]"))  # early 0.3.0 had none
             sent_from = entry.get("sent_from")
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
-            if not (named and isinstance(before, str) and (sent_from is None or type(sent_from) is int)):
+            if not (
+                named and isinstance(before, str) and (sent_from is None or (type(sent_from) is int and sent_from >= 0))
+            ):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
             return SavedWorker(run, worker, before, message, read, sent_from)
@@ -121,7 +122,7 @@ class FolderRounds(Rounds):
         self.run = run
         self.moments, self.drop_steps = moments, drop_steps
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
-        self._sent_from: int | None = None  # of that state (see `SavedWorker`), until this worker has joined
+        self._sent_from: int | None = None  # of that state, as `SavedWorker.sent_from`, until this worker has joined
         self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
 
     @property
@@ -138,8 +139,8 @@ class FolderRounds(Rounds):
     def has_joined(self) -> bool:
         return self.run.joined
 
-    def join(self) -> Moments | None:
-        """Starts the run with this worker's weights, or takes those of the run, with moments.
+    def join(self) -> bool:
+        """Starts the run with this worker's weights, or takes those of the run; whether the latter.
 
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
         """
@@ -171,9 +172,7 @@ class FolderRounds(Rounds):
         self._sent_from = None
         run.hello(self._number)
         run.joined = True
-        if started:
-            return None
-        return {} if self.moments() else self._lent_moments()  # not None: the run's weights have come, maybe alone
+        return not started
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -278,7 +277,7 @@ class FolderRounds(Rounds):
 
     # A round
 
-    def exchange_and_apply(self, then: Callable[[], None] = lambda: None) -> None:
+    def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, then maybe writes a checkpoint. After an error it may be open: to try again.
 
         The message may be in the store by then, and count.
@@ -286,23 +285,20 @@ class FolderRounds(Rounds):
         replicator, current = self.replicator, self.replicator.round
         assert current is not None
 
-        def end_without_apply(then: Callable[[], None]) -> None:
+        def end_without_apply() -> None:
             replicator.mark_applied()
             self._note_end(current)
-            then()
 
         try:
             messages = replicator.exchange()
         except CoveredError:  # a checkpoint has its messages, and this worker's if that counts
-            self._load_newest(least=self._number + 1, then=partial(end_without_apply, then))
+            self._load_newest(least=self._number + 1, then=end_without_apply)
         except DriftError:  # by the others this worker's message is applied, if it has a row
             with uninterrupted():
-                end_without_apply(lambda: None)
+                end_without_apply()
             raise
         except ForkedError as error:
-            with uninterrupted():
-                replicator.rollback()
-                then()
+            replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True  # LocalDeMo then catches up, and adopts the weights of now
             return
@@ -310,7 +306,6 @@ class FolderRounds(Rounds):
             with uninterrupted():  # so that `decided` is the manifest of the weights
                 replicator.apply(messages)
                 self._note_end(current)
-                then()
         outcome = self.run.last
         assert outcome is not None
         if outcome.envelope.leaves or self.run.stopping:
@@ -534,9 +529,10 @@ class FolderRounds(Rounds):
         """
         run = self.run
         what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
+        forked = set[int]()
 
         def load() -> bool | None:
-            found = [number for number in log.checkpoints(run.store) if number >= least]
+            found = [number for number in log.checkpoints(run.store) if number >= least and number not in forked]
             for number in reversed(found):
                 try:
                     self.load(number, then)
@@ -547,6 +543,8 @@ class FolderRounds(Rounds):
                 except (MessageError, ForkedError) as error:
                     if number == found[0] and isinstance(error, MessageError):
                         raise
+                    if isinstance(error, ForkedError):
+                        forked.add(number)
                     run.say_once(f"{error}; taking the one before it")
                 else:
                     return True
@@ -554,11 +552,13 @@ class FolderRounds(Rounds):
 
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
 
-    def _lent_moments(self) -> Moments:
+    def lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
 
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
+        if self.moments():
+            return {}
         run = self.run
         size = sum(tensor.nbytes for tensor in self.replicator.wiring().replicated_tensors())
         for number in reversed([each for each in log.numbered(run.store, "moments") if each <= self._number]):
@@ -592,7 +592,8 @@ class FolderRounds(Rounds):
         message = None
         if current is not None and current.in_momentum and current.message is not None:
             message = envelope_of(current.attached, current.message)
-        read, sent_from = sorted(run.numbers_read), self._sent_from
+        sent_from = self._number + (message is not None) if self._sent_from is None else self._sent_from
+        read = sorted(run.numbers_read)
         return SavedWorker(run.record.identity, run.worker, before, message, read, sent_from).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
@@ -607,8 +608,8 @@ class FolderRounds(Rounds):
         self._restored, self._run_of_weights, self.run.numbers_read, self._sent_from = saved, "", set(), None
         if saved is not None:
             self._run_of_weights, self.run.numbers_read = saved.run, {*saved.read}
-            own = self._number + int(saved.message is not None)  # of this round is the saved message
-            self._sent_from = own if saved.sent_from is None else saved.sent_from
+            usual = self._number + (saved.message is not None)
+            self._sent_from = usual if saved.sent_from is None else saved.sent_from
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
