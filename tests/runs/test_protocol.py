@@ -280,7 +280,7 @@ class Worker:
                 self.work()
                 again = True
                 while again:  # a round, as LocalDeMo does it
-                    if self.folder.is_open:
+                    if self.tokens.is_open:
                         self._round()
                     self.tokens.extract()
                     self._round()

@@ -208,7 +208,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @property
     def _left_open(self) -> bool:  # with delay, a round is open until the next one is due
-        return self._rounds.is_open and not self.replicator.options.background
+        return self.replicator.is_open and not self.replicator.options.background
 
     @unrecorded
     def join(self) -> None:
@@ -444,6 +444,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._end_open_round()
             if self.local_steps:  # not of a worker that only asks what to read
                 self._warn_unless_trained(compared=self._rounds.in_step)
+            # `extract` begins new stats, except with delay: there they are those of the round that has just ended
             sent = self.replicator.stats.after(sent) if was_left_open else sent
             self.replicator.require_idle("step")  # a round that the user began is not rolled back
             background, current = self.replicator.options.background, None
@@ -478,7 +479,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
-        if self._rounds.is_open:
+        if self.replicator.is_open:
             self._rounds.exchange_and_apply()
         self._catch_up()
 

@@ -101,11 +101,6 @@ class Rounds:
         self.replicator = replicator
 
     @property
-    def is_open(self) -> bool:
-        """Whether there is a round to apply before the next one: in flight, or in a folder left open by an error."""
-        return self.replicator.is_open
-
-    @property
     def sends_again(self) -> bool:
         """Whether to send what is left at once."""
         return False

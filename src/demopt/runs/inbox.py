@@ -175,6 +175,7 @@ def renamed(sent: Envelope) -> Envelope:
 def row_of(sent: Envelope, manifest: Manifest) -> int | None:
     """Returns the row of a worker's own message, by whichever name, in a manifest; None if it is left out."""
     # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
+    # One that an earlier attempt has put under a second name has the first one here, unless it was put again.
     alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
     own = (log.digest(each.packed()) for each in (sent, renamed(sent))) if alike else ()
     return next((alike[each] for each in own if each in alike), None)

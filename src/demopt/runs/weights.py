@@ -213,7 +213,7 @@ class FolderRounds(Rounds):
             elif restored.message is not None:
                 self.replicator.round = self._round_of(restored.message, in_momentum=True)
         self._restored = None
-        if self.is_open:
+        if self.replicator.is_open:
             try:
                 self.exchange_and_apply()
             except DriftError as error:  # of the state's weights, from an earlier life

@@ -321,8 +321,8 @@ class Worker(Training):
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
-        # The sequences of an open round's message are in its note: `_hear` adds them. Not `state_dict`, which warns of
-        # local steps: here they are meant.
+        # The sequences of an open round's message are in its note: `attachment` took them out of `unsent`, and `_hear`
+        # adds them. Not `state_dict`, which warns of local steps: here they are meant.
         state = {"drawn": self.drawn, "sequences": self.run.unsent, "optimizer": self.optimizer.own_state_dict()}
         with self.out.writing():
             write_whole(self.out.state, lambda aside: torch.save(state, aside))
