@@ -229,11 +229,14 @@ def test_demo_accepts_presets_and_extreme_settings(settings):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_parameter_listed_twice_is_refused():
-    """torch only warns; two momenta for one parameter fit in no state."""
-    parameter = Parameter(torch.zeros(3))
-    for make in (lambda: DeMo([parameter, parameter]), lambda: LocalDeMo(torch.optim.SGD([parameter, parameter]))):
-        with pytest.raises(ValueError, match=r"of shape \[3\] is twice in a parameter group; list it once"):
-            make()
+def test_parameter_listed_twice_or_with_elements_that_share_memory_is_refused():
+    """torch only warns, or fails in a step; two momenta for one parameter fit in no state."""
+    parameter, expanded = Parameter(torch.zeros(3)), Parameter(torch.zeros(1).expand(3))
+    for given, told in (([parameter, parameter], "is twice in a parameter group"), ([expanded], "share memory")):
+        for make in (DeMo, lambda given: LocalDeMo(torch.optim.SGD(given))):
+            with pytest.raises(ValueError, match=rf"a parameter of shape \[3\] {told}"):
+                make(given)
+            with pytest.raises(TypeError, match=r"is torch.sparse_coo; DeMo trains real floats"):
+                make([Parameter(torch.zeros(3).to_sparse())])
     with pytest.raises(ValueError, match="more than one parameter group"):
         DeMo([{"params": [parameter]}, {"params": [parameter]}])

@@ -253,6 +253,11 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder)):
         with pytest.raises(InputError, match=r"^--preset tiny does not fit: memory about 43.. GB: weights 8.6 GB"):
             refuse()
+    built = Mock(wraps=method_module.build)
+    monkeypatch.setattr(method_module, "build", built)
+    with pytest.raises(InputError, match="does not fit"):
+        refuse_if_too_large(replace(config, layers=200), cpu, 2)
+    assert max(call.args[0].layers for call in built.mock_calls) < 200, "as many layers take long to build"
     small = resolve(TrainConfig(preset="tiny"))
     refuse_if_too_large(small, cpu, 2)
     with pytest.raises(InputError, match=r"activations 838.4 GB; .* take a smaller model, a smaller --batch"):

@@ -100,14 +100,21 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError if a parameter that trains is not of real floats, ValueError if one is lazy, or listed twice."""
+    """Raises TypeError unless all that trains is dense real floats, ValueError if one is lazy, expanded or twice."""
     seen: set[int] = set()
     for parameter in parameters:
         if is_lazy(parameter):
             raise ValueError("a parameter of a lazy module has no shape yet: run the model once before")
         shape, dtype = list(parameter.shape), parameter.dtype
-        if parameter.requires_grad and not (parameter.is_floating_point() and dtype.itemsize > 1):
-            raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floats of 16 bits or more")
+        kind = dtype if parameter.layout == torch.strided else parameter.layout
+        if parameter.requires_grad and not (kind is dtype and parameter.is_floating_point() and dtype.itemsize > 1):
+            raise TypeError(
+                f"a parameter of shape {shape} is {kind}; DeMo trains real floats of 16 bits or more, dense"
+            )
+        if parameter.requires_grad and any(n > 1 and not by for n, by in zip(shape, parameter.stride(), strict=True)):
+            raise ValueError(
+                f"elements of a parameter of shape {shape} share memory, as after expand(): clone it first"
+            )
         if id(parameter) in seen:
             raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
         seen.add(id(parameter))

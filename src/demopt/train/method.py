@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -161,6 +161,8 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
+    if config.layers and config.layers > 16:  # thousands take minutes to build, and an eighth of them may be too large
+        refuse_if_too_large(replace(config, layers=config.layers // 8), device, workers)
     what = f"--model {config.model}" if config.model else f"--preset {config.preset}"
     with torch.device("meta"):
         model = build(config)
