@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import types
 
 import hypothesis
 import obstore
@@ -15,7 +16,7 @@ import servers
 import stores
 import torch
 from hypothesis import strategies as st
-from workers import Worker, joined, replayed, together, waiting
+from workers import Worker, at_first, joined, replayed, together, waiting
 
 from demopt.errors import DemoptError, ExchangeError, MessageError
 from demopt.runs import exchange, inbox, log
@@ -118,8 +119,32 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
         log.put_hello(keyed, number, run, worker, 1.5)
     bare.put_if_absent("rounds/00000003/ghost.hello", RUN.encode())
     bare.put_if_absent("rounds/00000003/w-3.hello", bare.get("rounds/00000002/w-3.hello", 99))
-    names = ("w-1", "w-2", "w-3", "ghost")
-    assert [log.read_hello(keyed, 3, RUN, name) for name in names] == [1.5, None, None, None]
+    assert [log.read_hello(keyed, 3, RUN, name) for name in ("w-1", "w-4")] == [1.5, None]
+    for name in ("w-2", "w-3", "ghost"):
+        with pytest.raises(MessageError):
+            log.read_hello(keyed, 3, RUN, name)
+
+
+def test_hello_that_is_listed_before_it_can_be_read_is_read_at_the_next_look(store):
+    run = Worker(store, 0).join().run
+    log.put_hello(store, 0, run.record.identity, "w-1", 1.5)
+    attached = inbox.Attached(dataclasses.replace(MESSAGE, worker=run.worker), None, 0.0)
+    box = inbox.Inbox(run, None, types.SimpleNamespace(round_number=0), attached)
+    box.look()
+    run.store.get = at_first(lambda *_: None, run.store.get)
+    box.read_new()
+    assert (box.hellos, box.unread()[1]) == ({}, [])
+    box.read_new()
+    assert box.hellos["w-1"][0] == 1.5
+
+
+def test_checkpoint_of_another_run_keeps_nobody_from_the_one_before_it(store):
+    first, stranger = Worker(store, 0), Worker(ObjectStore(), 1, checkpoint_every=1)
+    for worker in (first, stranger):
+        worker.round()
+    store.put_if_absent("checkpoints/00000009", stranger.run.store.get("checkpoints/00000001", 1 << 20))
+    joiner = Worker(store, 2).join()
+    assert (joiner.rounds, joiner.digest) == (1, first.digest)
 
 
 def test_hellos_are_read_few_at_a_look():

@@ -87,7 +87,7 @@ class Tokens:
         sent = self.pending[:MOST]
         tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
         message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
-        self.round = self.round_of(message, self.run.attachment(self, self.header(None), None), in_momentum=True)
+        self.round = self.round_of(message, self.run.attachment(self, self.header(None), None))
 
     def exchange(self) -> Any:
         now = self.round
@@ -101,7 +101,7 @@ class Tokens:
         self.mark_applied()
 
     def mark_applied(self) -> None:
-        if self.round.outcome.row is not None and self.round.in_momentum:
+        if self.round.outcome.row is not None:
             sent = tokens_of(self.round.message)
             self.pending = [token for token in self.pending if token not in sent]
         self.round = None
@@ -112,8 +112,8 @@ class Tokens:
     def let_extract(self) -> None:
         """Nothing goes on in the background."""
 
-    def round_of(self, message: torch.Tensor, attached: Any, in_momentum: bool) -> Any:
-        known = {"message": message, "attached": attached, "in_momentum": in_momentum, "outcome": None}
+    def round_of(self, message: torch.Tensor, attached: Any) -> Any:
+        known = {"message": message, "attached": attached, "in_momentum": True, "outcome": None}
         return types.SimpleNamespace(header=self.header(None), **known)
 
     def clear_momentum(self) -> None:

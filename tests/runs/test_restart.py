@@ -72,7 +72,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
         again = Counter(silent, 1, delay, state)
     again.taken = dies.taken
     if decided == "at a second join":
-        with pytest.raises(ExchangeError):
+        with nullcontext() if saved == "before the message" else pytest.raises(ExchangeError):
             again.optimizer.join()
     away.clear()
     again.optimizer.join()
@@ -162,7 +162,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
         other.join()
     digest, weights, late = other.digest, Worker(store, 3), first.optimizer._rounds._round_of
     with pytest.raises(MessageError, match="the saved message is of round 0, the state of round 1"):
-        late(first.run.last.envelope, True)
+        late(first.run.last.envelope)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]

@@ -379,7 +379,7 @@ class LocalDeMo(ReplicatedOptimizer):
                     weights.adopt()
                 elif weights.have_start:
                     weights.land()
-                else:  # nothing was held, or the run has dropped it
+                else:  # nothing was held, or `rounds` has dropped it: of no run, or sent already
                     weights.drop_steps()
         if not has_taken:
             return

@@ -578,12 +578,12 @@ class Replicator:
             current.wiring.route.subtract_sent(current.data)
         current.call_then("applied")
 
-    def round_of(self, message: Tensor, attached: Any, in_momentum: bool) -> Round:
-        """Returns the round of a message from before a restart; `in_momentum`: whether that still has its content."""
+    def round_of(self, message: Tensor, attached: Any) -> Round:
+        """Returns the round of a message from before a restart, whose content the momentum has."""
         wiring = self.wiring()
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
-        data = wiring.route.layout.bodies(message[HEADER_BYTES:]) if in_momentum else []
+        data = wiring.route.layout.bodies(message[HEADER_BYTES:])
         return replace(self._begin(wiring), message=message, attached=attached, data=data)
 
     def clear_momentum(self) -> None:

@@ -68,7 +68,7 @@ class Inbox:
         self.seen = Seen(set(), set(), False)  # at the last look
         self.seen_open_at = 0.0  # the time (monotonic) of the last look that found no manifest
         self.known_at = 0.0  # when the manifest was read
-        self._unreadable = set[str]()  # workers whose messages were listed, and not there to be read
+        self._unreadable = set[str]()  # workers whose message or hello was listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
@@ -82,7 +82,8 @@ class Inbox:
     def unread(self) -> tuple[list[str], list[str]]:
         """Returns whose messages and hellos are there and were not read."""
         seen = self.seen
-        hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.envelope.worker}
+        known = self._others | self._unreadable | {*self.hellos, self._attached.envelope.worker}
+        hellos = seen.hellos - seen.messages - known
         messages = self._there - {*self.valid, *self.refused}
         return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
 
@@ -100,16 +101,10 @@ class Inbox:
         """Reads what is new at the last look; makes other requests beside that, and returns their results."""
         self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
         new, greeting = self.unread()
-        hello = partial(log.read_hello, self._run.store, self._header.round_number, self._run.record.identity)
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
-        reads += [partial(hello, worker) for worker in greeting]
+        reads += [partial(self._read_hello, worker) for worker in greeting]
         found = self._run.together([*reads, *also])
         self._run.received_bytes += sum(found[: len(new)])
-        for worker, seconds in zip(greeting, found[len(new) :], strict=False):
-            if seconds is None:
-                self._others.add(worker)
-            else:
-                self.hellos[worker] = seconds, time.monotonic()
         return found[len(reads) :]
 
     def read_manifest(self) -> Manifest | None:
@@ -165,6 +160,17 @@ class Inbox:
         except MessageError as error:
             self.refused[worker] = str(error)
         return len(data or b"")
+
+    def _read_hello(self, worker: str) -> None:
+        try:
+            seconds = log.read_hello(self._run.store, self._header.round_number, self._run.record.identity, worker)
+        except MessageError:
+            self._others.add(worker)
+        else:
+            if seconds is None:
+                self._unreadable.add(worker)
+            else:
+                self.hellos[worker] = seconds, time.monotonic()
 
 
 def renamed(sent: Envelope) -> Envelope:

@@ -284,13 +284,14 @@ def put_hello(store: Store, number: int, run: str, worker: str, seconds: float) 
 
 
 def read_hello(store: Store, number: int, run: str, worker: str) -> float | None:
-    """Returns the seconds in a worker's hello; None if there is none of this run."""
-    try:
-        identity, _, text = (store.get(hello_name(number, worker), MOST_ENVELOPE) or b"").decode("ascii").partition(" ")
-        seconds = float(text)
-    except (MessageError, ValueError):
+    """Returns the seconds in a worker's hello, None where there is none; MessageError if it is none of this run."""
+    name = hello_name(number, worker)
+    if (data := store.get(name, MOST_ENVELOPE)) is None:
         return None
-    return seconds if identity == run and _fits("", float, seconds) else None
+    found = re.fullmatch(rb"([A-Za-z0-9-]+) (\d{1,9}\.\d{3})", data)
+    if found is None or found[1] != run.encode():
+        raise MessageError(f"{name} is no hello of this run")
+    return float(found[2])
 
 
 def message_name(number: int, worker: str) -> str:

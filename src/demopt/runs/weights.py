@@ -101,7 +101,7 @@ class FolderRounds(Rounds):
     | no state | takes the newest checkpoint, then applies the rounds since |
     | a state | goes on from there, and applies the rounds since |
     | a state with a message | ends the message's round first: the manifest decides whether it counts |
-    | a state older than its worker's last message | drops what that state had not sent, if the message counts |
+    | a state older than its worker's last message | drops what that state had not sent |
 
     Later it is *behind* after a round that it was left out of, or whose messages are gone: `catch_up`. It is on a
     *fork* if the store let two manifests of one round win, and the run went on from the other one: `_leave_fork`.
@@ -166,9 +166,8 @@ class FolderRounds(Rounds):
             self._enter()
             self._follow_run()
             if self._sent_from is not None:
-                self._end_later_message()
                 self._drop_if_sent_since(self._sent_from)
-            run.stopping = self.is_behind = False  # in the rounds before
+            run.stopping = self.is_behind = False  # which rounds of before, just followed, may have set
         self._sent_from = None
         run.hello(self._number)
         run.joined = True
@@ -211,7 +210,7 @@ class FolderRounds(Rounds):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
             elif restored.message is not None:
-                self.replicator.round = self._round_of(restored.message, in_momentum=True)
+                self.replicator.round = self._round_of(restored.message)
         self._restored = None
         if self.replicator.is_open:
             try:
@@ -220,34 +219,26 @@ class FolderRounds(Rounds):
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self._load_newest(least=0)
 
-    def _round_of(self, message: log.Envelope, in_momentum: bool) -> Round:
-        """Returns the round of a message that was made before a restart; whether the error still has its content."""
+    def _round_of(self, message: log.Envelope) -> Round:
+        """Returns the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
-        return self.replicator.round_of(tensor_of(message.body), attached, in_momentum)
-
-    def _end_later_message(self) -> None:
-        """Ends the open round if the worker has sent a message for it after it saved the state; follows the run."""
-        number, most = self._number, self.replicator.message_bytes + log.MOST_ENVELOPE
-        try:
-            if (data := self.run.store.get(log.message_name(number, self.run.worker), most)) is None:
-                return
-            message = log.read_message("the saved message", data, self.run.record.identity, number, self.run.worker)
-            self.replicator.round = self._round_of(message, in_momentum=False)
-        except MessageError:  # it counts for nobody
-            return
-        self.exchange_and_apply()
-        self._follow_run()
+        return self.replicator.round_of(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, first: int) -> None:
-        """Drops what a state had not sent if a manifest since round `first` lists this worker: all was in that one."""
+        """Drops what a state had not sent if this worker has sent a message since round `first`: all was in that one.
+
+        One that lies in the open round counts as another's: this worker sends under a second name then (`_put`).
+        """
+        run = self.run
         reads = [partial(self._manifest, number) for number in range(first, self._number)]
-        for manifest in filter(None, self.run.together(reads)):
-            if self.run.worker in [each.worker for each in manifest.senders]:
-                self.run.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
-                self._drop_unsent()
-                return
+        senders = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
+        if run.worker in senders | log.look(run.store, self._number).messages:
+            run.say(
+                "the run has a message of this worker that its state does not know; what that has unsent is dropped"
+            )
+            self._drop_unsent()
 
     def _drop_unsent(self) -> None:
         self.replicator.clear_momentum()
@@ -362,7 +353,7 @@ class FolderRounds(Rounds):
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
         self.is_behind = False
-        # With a row, it was asked at the end of the round, or there is a newer checkpoint.
+        # With a row, `exchange_and_apply` has done it, or there is a newer checkpoint.
         if self.run.last is not None and self.run.last.row is None:
             self._save_if_due(self.run.last)
 
@@ -509,10 +500,10 @@ class FolderRounds(Rounds):
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
         head, found = _split(name, data)
-        before = self._known_manifest(number - 1) if number else None
         mine = (run.record.identity if number else "", number, _shapes(tensors))  # the first one is older than the run
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
+        before = self._known_manifest(number - 1) if number else None
         if head.get("before") != log.digest_of(before):
             raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
         with uninterrupted():
@@ -564,7 +555,8 @@ class FolderRounds(Rounds):
         for number in reversed([each for each in log.numbered(run.store, "moments") if each <= self._number]):
             name = log.moments_name(number)
             try:
-                data = run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD) or b""  # deleted since, for a newer one
+                if (data := run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD)) is None:  # deleted since
+                    continue
                 run.received_bytes += len(data)
                 head, found = _split(name, data)
                 names = head.get("names")
