@@ -7,12 +7,14 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from workers import EXACTLY, AtOnce, Counter, at_first, replayed, times_applied
 
 import demopt
+from demopt import FolderExchange
 from demopt.exchange import SingleRank
 from demopt.interrupts import uninterrupted
 from demopt.replicator.replicator import Replicator
@@ -80,7 +82,10 @@ def _interrupted(delay, at):
     return ctrl_c.lines
 
 
-@pytest.mark.parametrize(("delay", "inside"), [(0, (Replicator, "_count_skips")), (1, (Session, "submit"))])
+@pytest.mark.parametrize(
+    ("delay", "inside"),
+    [(0, (Replicator, "_count_skips")), (0, (FolderExchange, "exchange_round")), (1, (Session, "submit"))],
+)
 @pytest.mark.usefixtures("still")
 def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, inside, monkeypatch):
     def saved(number, _):
@@ -102,6 +107,31 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
             workers[1].step()
     workers[1] = Counter(store, 1, delay, *states)
     workers[1].taken = 4
+    assert times_applied(store, workers) == [[1.0] * 4] * 2
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.usefixtures("still")
+def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts):
+    store = ObjectStore()
+    workers = [Counter(store, number, delay) for number in range(2)]
+    for taken in range(4):
+        workers[0].step()
+        if taken == 1:
+            optimizer, interrupted = workers[1].optimizer, Mock(side_effect=KeyboardInterrupt)
+            for holder, name in (
+                (optimizer, "_keep_weights"),
+                (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply"),
+            ):
+                setattr(holder, name, at_first(interrupted, getattr(holder, name)))
+            with pytest.raises(KeyboardInterrupt):
+                workers[1].step()
+            if restarts:
+                workers[1] = Counter(store, 1, delay, copy.deepcopy(optimizer.own_state_dict()))
+                workers[1].taken = 2
+        else:
+            workers[1].step()
     assert times_applied(store, workers) == [[1.0] * 4] * 2
 
 

@@ -270,9 +270,13 @@ def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store):
     first = Worker(store, 0)
     first.round()
     first.step()
-    again = Worker(store, 1, state=first.optimizer.own_state_dict())
-    with pytest.raises(RuntimeError, match="observe with a new optimizer"):
-        again.optimizer.observe()
+    again, alone = Worker(store, 1, state=first.optimizer.own_state_dict()), Worker(None, 2, group=SingleRank())
+    alone.step()
+    for worker in (first, again, alone):
+        mine = worker.optimizer._weights.fingerprint()
+        with pytest.raises(RuntimeError, match=r"observe (with a new optimizer|is for a run in a folder)"):
+            worker.optimizer.observe()
+        assert worker.optimizer._weights.fingerprint() == mine, "its step stays"
     torch.nn.init.ones_(again.model[0].weight)
     with pytest.warns(UserWarning, match="the weights were changed after load_state_dict"):
         again.join()

@@ -228,10 +228,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         self._before_change("observe")
         self._weights.begin()
-        try:
-            return self._rounds.observe()
-        finally:
-            self._weights.adopt()
+        return self._rounds.observe()
 
     @unrecorded
     def finish_round(self, last: bool = False) -> None:
@@ -271,9 +268,9 @@ class LocalDeMo(ReplicatedOptimizer):
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._before_change("rollback")
-        abandoned = None if self.replicator.is_open else self.replicator.round
+        abandoned = self._unsettled
         self._rounds.rollback()
-        if abandoned is not None:  # otherwise the weights have gone on already
+        if abandoned is not None:
             self._weights.keep(abandoned.finite)
 
     @unrecorded
@@ -332,7 +329,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
         self._weights.begin()
-        abandoned = None if self.replicator.is_open else self.replicator.round
+        abandoned = self._unsettled
         rounds = self._rounds_with(process_group)  # first: it may be refused
         self.replicator.regroup(process_group)
         self._rounds = rounds
@@ -390,6 +387,8 @@ class LocalDeMo(ReplicatedOptimizer):
             parameter.grad = None  # it was computed at other weights
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
+        if self._unsettled is not None and self.replicator.is_open:  # a second interrupt came after that of the round
+            self._keep_weights(self._unsettled)
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
@@ -464,6 +463,12 @@ class LocalDeMo(ReplicatedOptimizer):
             if not self._rounds.sends_again:
                 return
             # Late twice in a row: the error is sent at once, without local steps. So D is 0.
+
+    @property
+    def _unsettled(self) -> Round | None:
+        """The round whose D is in the error, and in the local weights, too: `then` is to come."""
+        current = self.replicator.round
+        return None if current is None or current.then is None else current
 
     def _keep_weights(self, failed: Round) -> None:
         """After a round that failed before it was sent in the background, or ended: D is in the error."""
@@ -664,6 +669,9 @@ class LocalDeMo(ReplicatedOptimizer):
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:
             self._follow_inner()
+        elif self._unsettled is not None:  # a handler saves within the round: its message, which is in the state, has D
+            self._weights.keep(self._unsettled.finite)
+            self._weights.steps = 0
         return {**super().own_state_dict(), **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:

@@ -251,11 +251,14 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if self._restored is not None:
-            raise RuntimeError("a state of the run is loaded: join() goes on from it; observe with a new optimizer")
+        if self.has_joined or self._sent_from is not None:
+            raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
-        self._load_newest(least=0)
-        self._follow_run(asks=False)
+        try:
+            self._load_newest(least=0)
+            self._follow_run(asks=False)
+        finally:  # some may have come before an error
+            self.drop_steps()
         return self._number
 
     def resync(self, src: int) -> None:
