@@ -455,7 +455,7 @@ class LocalDeMo(ReplicatedOptimizer):
                     self.replicator.send()
             except BaseException:
                 current = self.replicator.round or current
-                if current is not None and current.then is not None:  # D is in the error
+                if current is not None and current.then is not None:  # neither sent nor ended: D is in the error
                     self._keep_weights(current)
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more

@@ -123,7 +123,7 @@ class Round:
 
     @property
     def in_momentum(self) -> bool:
-        """Whether the momentum has the message's content; not if it was not finite, or is later than a loaded state."""
+        """Whether the momentum has the message's content; not if it was not finite."""
         return bool(self.data)
 
 

@@ -469,11 +469,11 @@ class FolderRounds(Rounds):
             every = run.record.checkpoint_every
             regular = [each for each in older if each % every == 0]
             name = log.checkpoint_name(run.record, number)
-            if number and run.store.put_if_absent(name, data):
+            if run.store.put_if_absent(name, data):
                 run.sent_bytes += len(data)
                 if moments and run.store.put_if_absent(log.moments_name(number), lent):
                     run.sent_bytes += len(lent)
-            elif number and run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
+            elif run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
                 raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
             if number % every:
                 return
