@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import random
 import signal
 import sys
@@ -110,10 +111,11 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
     assert times_applied(store, workers) == [[1.0] * 4] * 2
 
 
+@pytest.mark.parametrize("finite", [False, True])
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.usefixtures("still")
-def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts):
+def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts, finite):
     store = ObjectStore()
     workers = [Counter(store, number, delay) for number in range(2)]
     for taken in range(4):
@@ -125,6 +127,7 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
                 (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply"),
             ):
                 setattr(holder, name, at_first(interrupted, getattr(holder, name)))
+            workers[1].parameter.data[-1] = 0.0 if finite else math.inf
             with pytest.raises(KeyboardInterrupt):
                 workers[1].step()
             if restarts:
@@ -132,7 +135,7 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
                 workers[1].taken = 2
         else:
             workers[1].step()
-    assert times_applied(store, workers) == [[1.0] * 4] * 2
+    assert times_applied(store, workers) == [[1.0] * 4, [float(finite)] * 2 + [1.0] * 2]
 
 
 @pytest.mark.usefixtures("still")
