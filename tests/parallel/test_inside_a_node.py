@@ -1,5 +1,6 @@
 """Ranks of a node that hold copies of a parameter, or shards of a matrix, of which Muon gathers all."""
 
+import copy
 import math
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -162,3 +163,18 @@ def test_local_demo_says_what_torchs_muon_does_on_shards():
     with pytest.warns(UserWarning, match="torch.optim.Muon got sharded matrices"):
         LocalDeMo(torch.optim.Muon([model.weight]), process_group=mesh["replicate"])
     LocalDeMo(demopt.muon_adamw(model, lr=0.1), process_group=mesh["replicate"])  # a warning would be an error
+
+
+@ranks.each(2)
+def test_loaded_state_of_shards_may_be_loaded_again():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
+    optimizer = LocalDeMo(torch.optim.AdamW(model.parameters()), 1, process_group=mesh["replicate"])
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    moments = saved["state"][0]["exp_avg"].to_local()
+    kept = moments.clone()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert torch.equal(moments, kept)

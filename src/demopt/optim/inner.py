@@ -228,7 +228,9 @@ class InnerOptimizers:
             loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
         entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
         # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
-        entries = tree_map(lambda value: value.clone() if type(value) is Tensor else value, entries)
+        entries = tree_map(
+            lambda value: value.clone() if type(value) is Tensor or hasattr(value, "placements") else value, entries
+        )
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
