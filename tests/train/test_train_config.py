@@ -182,7 +182,8 @@ def test_overwriting_a_run_deletes_nothing_that_the_new_one_reads(tmp_path, name
     config = TrainConfig(out=f"{tmp_path}/x/..", overwrite=True, **{name: [place] if name == "data" else place})
     with pytest.raises(InputError, match=f"would replace --{name.replace('_', '-')} .*; give another --out"):
         OutFolder(Path(config.out)).refuse_if_taken(config)
-    OutFolder(tmp_path / "bytes").refuse_if_taken(replace(config, tokenizer="bytes"))
+    for folder in (tmp_path / "bytes", Path()):
+        OutFolder(folder).refuse_if_taken(replace(config, tokenizer="bytes"))
 
 
 def test_pipe_and_device_are_told_from_files(tmp_path):

@@ -72,7 +72,7 @@ class OutFolder:
             raise InputError(f"--out {self.root} is the folder of a run; each worker's --out is another one")
         for name, source in named:
             place = Path(source or "").resolve()
-            if source not in (None, "bytes") and (place == root or places & {place, *place.parents}):
+            if source not in (None, "", "bytes") and (place == root or places & {place, *place.parents}):
                 raise InputError(f"--out {self.root} would replace {name} {source}; give another --out")
 
     @contextmanager
