@@ -470,18 +470,18 @@ class LocalDeMo(ReplicatedOptimizer):
         current = self.replicator.round
         return None if current is None or current.then is None else current
 
+    @uninterrupted()
     def _keep_weights(self, failed: Round) -> None:
         """After a round that failed before it was sent in the background, or ended: D is in the error."""
         self._rounds.rollback()  # in a folder the round stays open
-        with uninterrupted():
-            self._weights.keep(failed.finite)
-            failed.then = None
-            if self.replicator.is_open:
-                self._weights.steps = 0  # the open round has them
-                # It may move the global weights later: local ones that are equal to them now, after dropped steps,
-                # count from here too.
-                if not failed.finite:
-                    self._weights.hold()
+        self._weights.keep(failed.finite)
+        failed.then = None
+        if self.replicator.is_open:
+            self._weights.steps = 0  # the open round has them
+            # It may move the global weights later: local ones that are equal to them now, after dropped steps, count
+            # from here too.
+            if not failed.finite:
+                self._weights.hold()
 
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
