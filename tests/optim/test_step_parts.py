@@ -50,6 +50,14 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
     assert ranks.threads(go_on, 2) == [mark, mark]
 
 
+def test_profile_names_the_stages_of_a_step():
+    optimizer = _optimizer(SingleRank())
+    problems.set_gradients(problems.all_parameters(optimizer), 0, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert {f"demopt.{stage}" for stage in optimizer.stats.seconds} <= {event.key for event in profile.key_averages()}
+
+
 MAKERS = (
     functools.partial(problems.demo, shapes=[(20, 12)], lr=0.1, update="sgd"),
     functools.partial(problems.local, shapes=[(20, 12)], sync_every=2, top_k=4),

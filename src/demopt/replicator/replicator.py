@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.codec.steps import Workspace, compress
@@ -280,10 +281,11 @@ class Replicator:
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
         """Steps 1 to 4 for a prepared round, whose message it makes."""
         wiring, started = current.wiring, time.perf_counter()
-        if current.finite:
-            sent = (compress(each, gradients, factor, self._workspace, minus) for each in wiring.chunk_groups)
-            current.data = pack_sections([*sent])
-        current.message = wiring.route.message(current.header, current.data)
+        with record_function("demopt.extract"):
+            if current.finite:
+                sent = (compress(each, gradients, factor, self._workspace, minus) for each in wiring.chunk_groups)
+                current.data = pack_sections([*sent])
+            current.message = wiring.route.message(current.header, current.data)
         current.stats = current.stats.timed("extract", started)
 
     # Phase 2, exchange: this rank's message -> the route's result
@@ -325,12 +327,13 @@ class Replicator:
         """Exchanges the message, maybe in the background; returns the messages. Changes nothing but the round."""
         assert current.message is not None
         sent, received = exchange.sent_bytes, exchange.received_bytes
-        if isinstance(exchange, VaryingExchange):
-            outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
-            assert outcome.result is not None
-            current.outcome, current.result, messages = outcome, outcome.result, outcome.result.messages
-        else:
-            messages = current.wiring.route.exchange(current.message, exchange, current.header)
+        with record_function("demopt.exchange"):
+            if isinstance(exchange, VaryingExchange):
+                outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
+                assert outcome.result is not None
+                current.outcome, current.result, messages = outcome, outcome.result, outcome.result.messages
+            else:
+                messages = current.wiring.route.exchange(current.message, exchange, current.header)
         travelled = Stats(sent_bytes=exchange.sent_bytes - sent, received_bytes=exchange.received_bytes - received)
         current.stats = current.stats.after(travelled)  # a round may travel twice
         return messages
@@ -338,7 +341,8 @@ class Replicator:
     def _arrived(self, current: Round, work: "Future[Tensor]") -> Tensor:
         """Waits for the messages of a round in flight. One that failed may travel again."""
         try:
-            messages = work.result()
+            with record_function("demopt.wait"):
+                messages = work.result()
         except BaseException:  # also an interrupt: the round is then in flight still
             if work.done() and work.exception() is not None:
                 current.work = None
@@ -390,9 +394,10 @@ class Replicator:
         current.wiring.require_unchanged()
         if not result.skipped:
             wiring, number = current.wiring, current.header.round_number
-            wiring.route.apply(result.decoded, number)
-            if current.in_momentum and current.row is not None:  # otherwise a later round sends it
-                wiring.route.subtract_sent(current.data, result.decoded, current.row)
+            with record_function("demopt.apply"):
+                wiring.route.apply(result.decoded, number)
+                if current.in_momentum and current.row is not None:  # otherwise a later round sends it
+                    wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
         current.call_then("skipped" if result.skipped else "applied")
