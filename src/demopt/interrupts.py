@@ -10,8 +10,6 @@ from functools import partial
 # Those of people, schedulers and timers: to look at all would take a tenth of a small model's step.
 _SENT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGALRM", "SIGXCPU")
 _SIGNALS = [getattr(signal, name) for name in _SENT if hasattr(signal, name)]
-
-
 _is_inside = False  # whether the main thread is in the context
 
 

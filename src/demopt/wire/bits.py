@@ -76,11 +76,8 @@ def each_bit(values: Tensor, bits: int) -> Tensor:
     """Returns the lowest bits of integers [...], each alone, as bool [..., bits]; of booleans themselves."""
     if values.dtype == torch.bool:
         return values
-    return (
-        values.unsqueeze(-1)
-        .bitwise_and(constant(tuple(1 << n for n in range(bits)), values.dtype, values.device))
-        .ne(0)
-    )
+    single = constant(tuple(1 << n for n in range(bits)), values.dtype, values.device)
+    return values.unsqueeze(-1).bitwise_and(single).ne(0)
 
 
 def bits_of(packed: Tensor) -> Tensor:
