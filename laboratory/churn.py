@@ -266,7 +266,7 @@ def measure(scenario: str, seed: int, workers: int, rounds: int, late: float) ->
         address = f"{folder}/run"
         if scenario == "busy":
             servers = [seaweed.start(Path(folder), "127.0.0.1", BEHIND, subprocess.DEVNULL)]
-            seaweed.make_bucket("127.0.0.1", BEHIND)
+            seaweed.make_bucket("127.0.0.1", BEHIND, servers[0])
             servers.append(processes.Process(target=serve_busily, daemon=True))
             servers[-1].start()
             address = "s3://bucket/run"

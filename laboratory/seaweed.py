@@ -57,14 +57,17 @@ def environment(host: str, port: int, user: str = "key") -> dict[str, str]:
     }  # fmt: skip
 
 
-def make_bucket(host: str, port: int) -> None:
-    """Makes the bucket, by a put into it, as soon as the server answers."""
+def make_bucket(host: str, port: int, server: subprocess.Popen[bytes] | None = None) -> None:
+    """Makes the bucket, by a put into it, as soon as the server answers; RuntimeError if `server` has ended."""
     import obstore
 
     settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in environment(host, port).items()}
-    store = obstore.store.S3Store("bucket", **settings, client_options={"allow_http": True})
+    how: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}  # it is repeated here
+    store = obstore.store.S3Store("bucket", **settings, **how)
     while True:
         with suppress(obstore.exceptions.BaseError):
             obstore.put(store, "made", b"by this put")
             return
+        if server is not None and server.poll() is not None:
+            raise RuntimeError(f"the server at {host}:{port} has ended, with exit code {server.returncode}")
         time.sleep(0.5)

@@ -48,7 +48,7 @@ def serve(rounds: int) -> None:
     """Serves S3 until all homes have ended, then replays the run."""
     place = tempfile.TemporaryDirectory()
     server = seaweed.start(Path(place.name), STORE, PORT, subprocess.DEVNULL)
-    seaweed.make_bucket(STORE, PORT)
+    seaweed.make_bucket(STORE, PORT, server)
     store = demopt.FolderExchange("s3://bucket/homes").store
     while len(store.list("ended")) < HOMES:
         time.sleep(0.5)

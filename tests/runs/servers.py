@@ -49,8 +49,8 @@ def _asked(port: int, method: str, path: str, **headers: str) -> int:
         return link.getresponse().status
 
 
-def _wait(start: Callable[[Any], subprocess.Popen[bytes]], port: int, path: str) -> None:
-    """Starts a server that ends with this process, and waits until it answers."""
+def _wait(start: Callable[[Any], subprocess.Popen[bytes]], port: int, path: str) -> subprocess.Popen[bytes]:
+    """Starts, and returns, a server that ends with this process; waits until it answers."""
     with tempfile.TemporaryFile() as output:
         child = start(output)
         atexit.register(child.kill)
@@ -58,7 +58,7 @@ def _wait(start: Callable[[Any], subprocess.Popen[bytes]], port: int, path: str)
         while time.monotonic() < limit and child.poll() is None:
             with suppress(OSError, http.client.HTTPException):
                 if _asked(port, "GET", path) < 500:
-                    return
+                    return child
             time.sleep(0.05)
         output.seek(0)
         raise RuntimeError(f"{child.args} did not start: {output.read()[-2000:].decode(errors='replace')}")
@@ -78,8 +78,8 @@ def s3() -> dict[str, str]:
     place, host, (port,) = Path(tempfile.mkdtemp(prefix="demopt-s3-")), "127.0.0.1", seaweed.ports(1)
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     users = {name: own_names(name) for name in ("alice", "bob")}
-    _wait(lambda output: seaweed.start(place, host, port, output, users), port, "/healthz")
-    seaweed.make_bucket(host, port)
+    server = _wait(lambda output: seaweed.start(place, host, port, output, users), port, "/healthz")
+    seaweed.make_bucket(host, port, server)
     return seaweed.environment(host, port)
 
 
