@@ -364,6 +364,15 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
         assert "moments/00000004 is damaged" in later.said[0]
 
 
+def test_bytes_of_a_run_are_those_of_its_rounds_whatever_is_uploaded_beside_them(store):
+    worker, costs = Worker(store, 0, checkpoint_every=1, sync_every=1, inner=adamw), []
+    for _ in range(3):
+        worker.round()
+        costs.append(worker.optimizer.stats)
+    counted = [sum(getattr(cost, name) for cost in costs) for name in ("sent_bytes", "received_bytes")]
+    assert counted == [worker.run.sent_bytes, worker.run.received_bytes] != [0, 0]
+
+
 def test_inner_state_that_is_no_tensor_is_not_lent(store):
     worker = Worker(store, 0, checkpoint_every=1, inner=adamw)
     worker.round()
@@ -429,6 +438,18 @@ def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):
     worker.optimizer.finish_round(last=True)
     assert not [*worker.run.store.list(log.folder_of(6))]
     assert next_message() == "none: it left"
+
+
+def test_nobody_awaits_a_worker_whose_last_round_was_on_a_fork(store):
+    worker = Worker(store, 0)
+    worker.round(2)
+    worker.run.hello(worker.rounds, ahead=5)
+    stores.change(store, log.manifest_name(1), lambda data: data.replace(b'"at": "20', b'"at": "30'))
+    worker.run.leaving = True
+    worker.optimizer.finish_round(last=True)
+    assert worker.rounds == 2
+    assert not store.list(log.folder_of(7))
+    assert "round 2 is another one" in worker.said[0]
 
 
 def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others_to_wait(store):

@@ -295,17 +295,15 @@ class FolderRounds(Rounds):
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self.is_behind = True  # LocalDeMo then catches up, and adopts the weights of now
-            return
         else:
             with uninterrupted():  # so that `decided` is the manifest of the weights
                 replicator.apply(messages)
                 self._note_end(current)
-        outcome = self.run.last
-        assert outcome is not None
-        if outcome.envelope.leaves or self.run.stopping:
+        if current.attached.envelope.leaves or self.run.stopping:
             self.run.take_back_hellos(self._number)
         if not self.is_behind:
-            self._save_if_due(outcome)
+            assert self.run.last is not None
+            self._save_if_due(self.run.last)
 
     def _note_end(self, current: Round) -> None:
         """Notes the outcome of a round for which this worker has sent a message."""
@@ -470,9 +468,8 @@ class FolderRounds(Rounds):
             regular = [each for each in older if each % every == 0]
             name = log.checkpoint_name(run.record, number)
             if run.store.put_if_absent(name, data):
-                run.sent_bytes += len(data)
-                if moments and run.store.put_if_absent(log.moments_name(number), lent):
-                    run.sent_bytes += len(lent)
+                if moments:
+                    run.store.put_if_absent(log.moments_name(number), lent)
             elif run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
                 raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
             if number % every:
@@ -501,7 +498,6 @@ class FolderRounds(Rounds):
         data = run.store.get(name, size + MOST_HEAD)
         if data is None:
             raise CoveredError(f"{run.store.address} has no object {name}")
-        run.received_bytes += len(data)
         head, found = _split(name, data)
         mine = (run.record.identity if number else "", number, _shapes(tensors))  # the first one is older than the run
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
@@ -560,7 +556,6 @@ class FolderRounds(Rounds):
             try:
                 if (data := run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD)) is None:  # deleted since
                     continue
-                run.received_bytes += len(data)
                 head, found = _split(name, data)
                 names = head.get("names")
                 if (head.get("run"), head.get("round")) != (run.record.identity, number) or not isinstance(names, list):
