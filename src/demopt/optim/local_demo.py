@@ -268,10 +268,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._before_change("rollback")
-        abandoned = self._unsettled
         self._rounds.rollback()
-        if abandoned is not None:
-            self._weights.keep(abandoned.finite)
 
     @unrecorded
     def flush(self) -> None:
@@ -329,12 +326,9 @@ class LocalDeMo(ReplicatedOptimizer):
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
         self._weights.begin()
-        abandoned = self._unsettled
         rounds = self._rounds_with(process_group)  # first: it may be refused
         self.replicator.regroup(process_group)
         self._rounds = rounds
-        if abandoned is not None:
-            self._weights.keep(abandoned.finite)
 
     def _join(self) -> None:
         """Meets the other ranks before a local step; global weights may come from them, and then local ones, too."""
@@ -387,8 +381,8 @@ class LocalDeMo(ReplicatedOptimizer):
             parameter.grad = None  # it was computed at other weights
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        if self._unsettled is not None and self.replicator.is_open:  # a second interrupt came after that of the round
-            self._keep_weights(self._unsettled)
+        if self.replicator.is_open:  # a second interrupt may have come before this, in `_round`
+            self._rounds.fail()
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
@@ -437,16 +431,13 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        sent = Stats()  # in this step
+        was_left_open, background = self._left_open, self.replicator.options.background
+        self._end_open_round()
+        spent = self.replicator.stats if was_left_open else Stats()  # by earlier rounds of this step
+        self.replicator.require_idle("step")  # a round that the user began is not rolled back
+        if self.local_steps:  # not of a worker that only asks what to read
+            self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
-            was_left_open = self._left_open
-            self._end_open_round()
-            if self.local_steps:  # not of a worker that only asks what to read
-                self._warn_unless_trained(compared=self._rounds.in_step)
-            # `extract` begins new stats, except with delay: there they are those of the round that has just ended
-            sent = self.replicator.stats.after(sent) if was_left_open else sent
-            self.replicator.require_idle("step")  # a round that the user began is not rolled back
-            background, current = self.replicator.options.background, None
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
@@ -454,34 +445,13 @@ class LocalDeMo(ReplicatedOptimizer):
                 elif current.work is None:
                     self.replicator.send()
             except BaseException:
-                current = self.replicator.round or current
-                if current is not None and current.then is not None:  # neither sent nor ended: D is in the error
-                    self._keep_weights(current)
+                self._rounds.fail()
                 raise
             self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
-            self.replicator.stats = sent = self.replicator.stats.after(sent)
+            self.replicator.stats = spent = self.replicator.stats.after(spent)
             if not self._rounds.sends_again:
                 return
             # Late twice in a row: the error is sent at once, without local steps. So D is 0.
-
-    @property
-    def _unsettled(self) -> Round | None:
-        """The round whose D is in the error, and in the local weights, too: `then` is to come."""
-        current = self.replicator.round
-        return None if current is None or current.then is None else current
-
-    @uninterrupted()
-    def _keep_weights(self, failed: Round) -> None:
-        """After a round that failed before it was sent in the background, or ended: D is in the error."""
-        self._rounds.rollback()  # in a folder the round stays open
-        self._weights.keep(failed.finite)
-        failed.then = None
-        if self.replicator.is_open:
-            self._weights.steps = 0  # the open round has them
-            # It may move the global weights later: local ones that are equal to them now, after dropped steps, count
-            # from here too.
-            if not failed.finite:
-                self._weights.hold()
 
     def _end_open_round(self) -> None:
         """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
@@ -506,9 +476,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.look_at_loaded()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
-            self.replicator.extract_and_send(starts, weights, self._weights.after)  # while the device takes more steps
+            self.replicator.extract_and_send(starts, weights)  # while the device takes more steps
         else:
-            self.replicator.extract(starts, minus=weights, then=self._weights.after)
+            self.replicator.extract(starts, minus=weights)
         current = self.replicator.round
         assert current is not None
         if not current.finite:
@@ -565,6 +535,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes = Mistakes(self, is_new)
         facts = weakref.WeakMethod(self._facts)  # weak: an optimizer that nobody holds lets its inner ones step
         self.replicator.options = replace(self.replicator.options, config_facts=lambda: (facts() or tuple)())
+        self.replicator.follow = self._weights.follow
 
     def _rounds_with(self, process_group: Any) -> Rounds:
         if isinstance(process_group, VaryingExchange):
@@ -666,13 +637,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        folder = self._rounds.entry()
+        folder, current = self._rounds.entry(), self.replicator.round
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:
             self._follow_inner()
-        elif self._unsettled is not None:  # a handler saves within the round: its message, which is in the state, has D
-            self._weights.keep(self._unsettled.finite)
-            self._weights.steps = 0
+        elif current is not None and not current.is_followed:  # a handler saves within the round, which then goes on
+            self._weights.follow(current.finite, "left open")
         return {**super().own_state_dict(), **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:

@@ -158,15 +158,24 @@ class LocalWeights:
         starts = [self._start(local, weight) if local.requires_grad else None for local, weight in pairs]
         return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
-    def after(self, finite: bool, what: str) -> None:
-        """After a round that was "sent", "skipped" or "applied": by the table; `finite`: D was."""
+    @uninterrupted()
+    def follow(self, finite: bool, what: str) -> None:
+        """After a round that was "sent", "applied", "skipped", "failed" or "left open": by the table; `finite`: D was.
+
+        Of a failed round nobody knows, so the next step has a round again. One that is left open has the local steps.
+        """
         if what == "sent":
             self.depart(finite)
-        elif what == "skipped":
-            self.keep(finite)
-        else:
+        elif what == "applied":
             self.adopt()
-        self.steps = 0
+        else:
+            self.keep(finite)
+        if what != "failed":
+            self.steps = 0
+        # It may move the global weights later: local ones that are equal to them now, after dropped steps, count from
+        # here too.
+        if what == "left open" and not finite:
+            self.hold()
 
     @uninterrupted()
     def drop_steps(self) -> None:

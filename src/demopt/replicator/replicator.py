@@ -87,11 +87,7 @@ class Stats:
 
 @dataclass
 class Round:
-    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far.
-
-    `then` is called once, with whether this rank's gradients were finite, and "sent" (in the background), "skipped" or
-    "applied", before any handler of a signal sees that.
-    """
+    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far."""
 
     wiring: Wiring
     header: Header
@@ -105,12 +101,7 @@ class Round:
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
     exchanged: bool = False  # the exchange and all comparisons after it are done
-    then: Callable[[bool, str], None] | None = None
-
-    def call_then(self, what: str) -> None:
-        then, self.then = self.then, None
-        if then is not None:
-            then(self.finite, what)
+    is_followed: bool = True  # `Replicator.follow` was called, or need not be, as nothing was extracted for this round
 
     @property
     def row(self) -> int | None:
@@ -145,6 +136,9 @@ class Replicator:
         #: Of rounds applied or skipped; in every parameter's state.
         self.round_number = torch.zeros((), dtype=torch.int64, device="cpu")
         self.round: Round | None = None
+        #: Called once for each extracted round, before any handler of a signal sees the change: with whether this
+        #: rank's gradients were finite, and "sent" (in the background), "applied", "skipped", "failed" or "left open".
+        self.follow: Callable[[bool, str], None] = lambda *_: None
         self.in_buffers: State = {}  # the state as buffers have it: a script may have put other tensors into `state`
         self._wiring: Wiring | None = None
         self._skips: float = 0  # rounds skipped in a row; below 0: that was said
@@ -217,16 +211,13 @@ class Replicator:
         gradients: Gradients,
         unscale: float | None = None,
         minus: Gradients | None = None,
-        then: Callable[[bool, str], None] | None = None,
     ) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
         `gradients` are local tensors in the order of `parameters`, which `unscale` (see `unscaling_of`) multiplies.
-        With `minus`, the gradients are the differences gradients[i] - minus[i]. `then`: see `Round`. The rest as in
-        `DeMo.extract`.
+        With `minus`, the gradients are the differences gradients[i] - minus[i]. The rest as in `DeMo.extract`.
         """
         current, factor = self._prepared(gradients, unscale, minus)
-        current.then = then
         with uninterrupted():  # what has entered the momentum is in a round
             self._compress(current, gradients, factor, minus)
             self.round = current
@@ -243,6 +234,7 @@ class Replicator:
         for given in (gradients,) if minus is None else (gradients, minus):
             check_gradients(wiring.names, wiring.parameters, given)
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
+        current.is_followed = False
         exchange = self.session.exchange
         if isinstance(exchange, VaryingExchange):
             hashed = self.fingerprint(state=True) if self.options.fingerprint_due(current.header.round_number) else None
@@ -400,7 +392,7 @@ class Replicator:
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
-        current.call_then("skipped" if result.skipped else "applied")
+        self.let_follow(current, "skipped" if result.skipped else "applied")
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
         self._count_skips(result)
 
@@ -428,11 +420,19 @@ class Replicator:
 
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
-        forgotten, self.round = self.round, None
+        with uninterrupted():
+            forgotten, self.round = self.round, None
+            self.let_follow(forgotten, "failed")
         if forgotten is None or forgotten.work is None:
             return
         if forgotten.work.exception() is None and not forgotten.exchanged:
             self.session.leave()
+
+    def let_follow(self, current: Round | None, what: str) -> None:
+        """Calls `follow`, unless that was done for the round."""
+        if current is not None and not current.is_followed:
+            current.is_followed = True
+            self.follow(current.finite, what)
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -443,9 +443,9 @@ class Replicator:
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         with uninterrupted():
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
-            current.call_then("sent")
+            self.let_follow(current, "sent")
 
-    def extract_and_send(self, gradients: Gradients, minus: Gradients, then: Callable[[bool, str], None]) -> None:
+    def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
         """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
 
         For tensors of the host that nothing writes before then.
@@ -468,11 +468,11 @@ class Replicator:
                         current.result = result if handshake_due(result.headers) else self._decoded(current, result)
                 return messages
 
-        current.extracted, current.then = extracted, then
+        current.extracted = extracted
         with uninterrupted():
             self.round = current
             current.work = self.session.submit(work, None)
-            current.call_then("sent")
+            self.let_follow(current, "sent")
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""
@@ -540,7 +540,9 @@ class Replicator:
         session = Session(process_group, self.options.background)
         _ = session.exchange  # refuses what is no group, before anything changes
         self.let_extract()
-        self.round = None  # without waiting: a peer that is gone would hold us up
+        with uninterrupted():
+            forgotten, self.round = self.round, None  # without waiting: a peer that is gone would hold us up
+            self.let_follow(forgotten, "failed")
         self.session = session
         self._workspace = Workspace()
         if self._wiring is not None:  # makes the next wiring take new routes: an exchange under way still uses these
@@ -567,7 +569,8 @@ class Replicator:
         wiring = self.wiring()
         new = self._begin(wiring)
         flags = new.header.flags | detached.header.flags & NONFINITE
-        new.header, new.data, new.then = replace(new.header, flags=flags), detached.data, detached.then
+        new.header, new.data = replace(new.header, flags=flags), detached.data
+        new.is_followed = detached.is_followed
         new.message = wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
@@ -581,7 +584,7 @@ class Replicator:
             self.round = None
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
-        current.call_then("applied")
+        self.let_follow(current, "applied")
 
     def round_of(self, message: Tensor, attached: Any) -> Round:
         """Returns the round of a message from before a restart, whose content the momentum has."""

@@ -144,9 +144,13 @@ class Rounds:
         try:
             self.replicator.apply(self.replicator.exchange())
         except BaseException:
-            if not self.replicator.in_flight:
-                self.replicator.rollback()
+            self.fail()
             raise
+
+    def fail(self) -> None:
+        """After an error: forgets the round, unless it is in flight; what it would have sent stays in the momentum."""
+        if not self.replicator.in_flight:
+            self.replicator.rollback()
 
     def rollback(self) -> None:
         """Forgets the round; waits for an exchange under way."""

@@ -334,8 +334,12 @@ class FolderRounds(Rounds):
         elif has_turn or may_be_last:
             self.save()
 
-    def rollback(self) -> None:
-        """Forgets nothing: the round's message may be in a manifest."""
+    @uninterrupted()
+    def fail(self) -> None:
+        """After an error: the round stays open, to be tried again, because its message may be in a manifest."""
+        self.replicator.let_follow(self.replicator.round, "left open")
+
+    rollback = fail
 
     @property
     def sends_again(self) -> bool:
