@@ -123,7 +123,7 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
         if taken == 1:
             optimizer, interrupted = workers[1].optimizer, Mock(side_effect=KeyboardInterrupt)
             for holder, name in (
-                (optimizer, "_keep_weights"),
+                (optimizer._rounds, "fail"),
                 (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply"),
             ):
                 setattr(holder, name, at_first(interrupted, getattr(holder, name)))

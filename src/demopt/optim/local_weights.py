@@ -6,12 +6,12 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | a round that was | global | local | e | D is |
 |---|---|---|---|---|
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
-| applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round carries it |
+| applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round has it |
 | covered by a checkpoint, in a folder | the checkpoint's | global | if sent, b (e + T(D) - a sent) | in both |
-| skipped (or few sent) or failed | as before | as before; so is start | e + T(D) | in e: a later round carries it |
-| skipped, where D was not finite | as before | global | as before | dropped, by this rank alone |
+| skipped (few sent), failed, left open | as before | as before; so is start | e + T(D) | in e: a later round has it |
+| the same, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
-| in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: a later round carries it |
+| in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: a later round has it |
 
 "So is start": the next pseudo-gradient counts from the local weights of that moment, otherwise from the global ones.
 

@@ -126,7 +126,7 @@ class FolderExchange(VaryingExchange):
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
-        self.unsent = 0  # sequences in no message yet, or in one that was left out
+        self.unsent = 0  # sequences in its error and local steps: the trainer adds those that it has trained on
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The run as this worker's weights have it. `FolderRounds` sets it where they come from a checkpoint, and
@@ -306,8 +306,8 @@ class FolderExchange(VaryingExchange):
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
-        self.unsent = 0  # the note has them; who wrote it, as `train/runs/worker.py`, adds them if it is left out
-        return Attached(envelope, self.decided, self.round_began)
+        sequences, self.unsent = self.unsent, 0  # `end_round` gives them back if the message is left out
+        return Attached(envelope, self.decided, self.round_began, sequences)
 
     @property
     def seconds_needed(self) -> float:
@@ -490,11 +490,11 @@ class FolderExchange(VaryingExchange):
         self.received_bytes += sum(self.together(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
-    def end_round(self, outcome: FolderOutcome, in_momentum: bool) -> None:
-        """Notes the end of a round for which this worker sent a message; `in_momentum`: of its `Round`."""
-        manifest = outcome.manifest
-        is_sent_later = outcome.row is None and in_momentum
-        self.last = replace(outcome, result=None, is_sent_later=is_sent_later)  # messages may be large
+    def end_round(self, outcome: FolderOutcome, sequences: int) -> None:
+        """Notes the end of a round for which this worker sent a message; `sequences`: that its error has of that."""
+        manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
+        if outcome.row is None:
+            self.unsent += sequences
         self.worker = outcome.envelope.worker
         if outcome.envelope.worker not in manifest.refused:  # which was not late
             self.left_out = 0 if outcome.row is not None else self.left_out + 1

@@ -41,6 +41,7 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
+    sequences: int = 0  # that the message has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,6 @@ class FolderOutcome(Outcome):
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
-    is_sent_later: bool = False  # once the round has ended: this worker was left out, and its error has the message
 
 
 class Inbox:

@@ -64,6 +64,8 @@ class SavedWorker:
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
     sent_from: int | None  # the first round that may have a message which is later; early 0.3.0 had none
+    unsent: int  # sequences in its error and local steps; early 0.3.0 had neither of these
+    in_message: int  # sequences in the message
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -73,14 +75,13 @@ class SavedWorker:
         try:
             run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
             read = json.loads(entry.get("read", "[]"))  # early 0.3.0 had none
-            sent_from = entry.get("sent_from")
+            sent_from, *counts = entry.get("sent_from"), entry.get("unsent", 0), entry.get("in_message", 0)
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
-            if not (
-                named and isinstance(before, str) and (sent_from is None or (type(sent_from) is int and sent_from >= 0))
-            ):
+            counted = all(type(each) is int and 0 <= each < 1 << 62 for each in (sent_from or 0, *counts))
+            if not (named and counted and isinstance(before, str)):
                 raise TypeError
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
-            return SavedWorker(run, worker, before, message, read, sent_from)
+            return SavedWorker(run, worker, before, message, read, sent_from, *counts)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
@@ -210,7 +211,7 @@ class FolderRounds(Rounds):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), restored.before)
             elif restored.message is not None:
-                self.replicator.round = self._round_of(restored.message)
+                self.replicator.round = self._round_of(restored.message, restored.in_message)
         self._restored = None
         if self.replicator.is_open:
             try:
@@ -219,11 +220,11 @@ class FolderRounds(Rounds):
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self._load_newest(least=0)
 
-    def _round_of(self, message: log.Envelope) -> Round:
+    def _round_of(self, message: log.Envelope, sequences: int) -> Round:
         """Returns the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
-        attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic())
+        attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic(), sequences)
         return self.replicator.round_of(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, first: int) -> None:
@@ -245,8 +246,6 @@ class FolderRounds(Rounds):
         self.drop_steps()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
-        if self.run.last is not None:  # of a message that was left out nothing is sent later
-            self.run.last = replace(self.run.last, is_sent_later=False)
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -313,7 +312,7 @@ class FolderRounds(Rounds):
         self.is_behind = not isinstance(outcome.error, DriftError) and (
             outcome.row is None or outcome.error is not None
         )
-        self.run.end_round(outcome, current.in_momentum)
+        self.run.end_round(outcome, current.attached.sequences if current.in_momentum else 0)
 
     def _save_if_due(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.
@@ -583,12 +582,13 @@ class FolderRounds(Rounds):
             return {}
         self.replicator.let_extract()
         run, current, before = self.run, self.replicator.round, log.digest_of(self.run.decided)
-        message = None
+        message, in_message = None, 0
         if current is not None and current.in_momentum and current.message is not None:
-            message = envelope_of(current.attached, current.message)
+            message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         sent_from = self._number + (message is not None) if self._sent_from is None else self._sent_from
         read = sorted(run.numbers_read)
-        return SavedWorker(run.record.identity, run.worker, before, message, read, sent_from).entry()
+        numbers = read, sent_from, run.unsent, in_message
+        return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -598,10 +598,12 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        self.run.joined = False
-        self._restored, self._run_of_weights, self.run.numbers_read, self._sent_from = saved, "", set(), None
-        if saved is not None:
-            self._run_of_weights, self.run.numbers_read = saved.run, {*saved.read}
+        run, self._restored = self.run, saved
+        run.joined = False
+        if saved is None:
+            self._run_of_weights, self._sent_from, run.numbers_read, run.unsent = "", None, set(), 0
+        else:
+            self._run_of_weights, run.numbers_read, run.unsent = saved.run, {*saved.read}, saved.unsent
             usual = self._number + (saved.message is not None)
             self._sent_from = usual if saved.sent_from is None else saved.sent_from
 

@@ -271,11 +271,10 @@ class Worker(Training):
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
-        # `attachment` then sets `unsent` to 0, and `_hear` adds the note's again if the message was left out
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.speed}
         if self.config.top_k is None:
-            self.optimizer.samples = max(1, self.run.unsent)  # a small machine counts as what it is
+            self.optimizer.samples = min(max(1, self.run.unsent), (1 << 32) - 1)  # a small machine counts as that
         # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
         # With delay, the work of a message in flight that is left out is in the next note.
         self.optimizer.finish_round()
@@ -292,8 +291,6 @@ class Worker(Training):
         if last is None or last.manifest is self._last:
             return
         self._last = manifest = last.manifest
-        if last.is_sent_later:
-            run.unsent += int(numbers_of(last.envelope.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
@@ -321,9 +318,8 @@ class Worker(Training):
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
-        # The sequences of an open round's message are in its note: `attachment` took them out of `unsent`, and `_hear`
-        # adds them. Not `state_dict`, which warns of local steps: here they are meant.
-        state = {"drawn": self.drawn, "sequences": self.run.unsent, "optimizer": self.optimizer.own_state_dict()}
+        # Not `state_dict`, which warns of local steps: here they are meant.
+        state = {"drawn": self.drawn, "optimizer": self.optimizer.own_state_dict()}
         with self.out.writing():
             write_whole(self.out.state, lambda aside: torch.save(state, aside))
 
@@ -335,8 +331,7 @@ class Worker(Training):
         try:
             with place.open("rb") as file:
                 state = load_file(file)
-            self.drawn, unsent = int(state["drawn"]), int(state.get("sequences", 0))
-            self.run.unsent = min(max(unsent, 0), (1 << 32) - 1)  # a weight, as `LocalDeMo.samples`
+            self.drawn = int(state["drawn"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (MemoryError, torch.OutOfMemoryError):  # the state is sound
             raise
