@@ -315,10 +315,18 @@ def test_rate_of_a_script_far_below_the_given_one_or_in_the_first_group_alone_ca
 
 
 @pytest.mark.parametrize("build", [DeMo, lambda parameters: LocalDeMo(torch.optim.SGD(parameters))])
-def test_optimizer_built_before_to_empty_says_so_at_its_first_step(build):
+def test_optimizer_built_before_to_empty_or_with_a_group_of_the_meta_device_says_so(build):
     optimizer = build(nn.Linear(2, 2, device="meta").parameters())
     with pytest.raises(ValueError, match="on the meta device: build it after"):
         optimizer.step()
+    optimizer = build(nn.Linear(2, 2).parameters())
+    problems.fingerprints(optimizer, range(2))
+    with pytest.raises(ValueError, match="some parameters are on the meta device: give them"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device="meta"))]})
+    assert len(optimizer.param_groups) == 1
+    problems.fingerprints(optimizer, range(2, 4))
+    with pytest.raises(ValueError, match="some parameters are on the meta device"):
+        build([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
 
 
 @pytest.mark.parametrize("call", ["consolidate_state_dict()", "resync()", "broadcast_buffers()"])

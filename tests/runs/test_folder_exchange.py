@@ -18,7 +18,7 @@ import demopt
 from demopt import DriftError, FolderExchange
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
-from demopt.runs import log
+from demopt.runs import log, weights
 from demopt.runs.inbox import CoveredError, ForkedError
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore
@@ -345,6 +345,7 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     groups = [each.param_groups for each in joiner.optimizer.inner]
     joiner.join()
     assert joiner.digest == first.digest
+    joiner.step()
     assert len(moments(joiner)) == 4
     for borrowed, lent in zip(moments(joiner), moments(first), strict=True):
         assert borrowed["step"] == lent["step"] == 8
@@ -371,6 +372,34 @@ def test_bytes_of_a_run_are_those_of_its_rounds_whatever_is_uploaded_beside_them
         costs.append(worker.optimizer.stats)
     counted = [sum(getattr(cost, name) for cost in costs) for name in ("sent_bytes", "received_bytes")]
     assert counted == [worker.run.sent_bytes, worker.run.received_bytes] != [0, 0]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda names, tensors: (names[:-1], tensors[:-1]),
+        lambda names, tensors: ([name.replace("0.exp_avg_sq", "0.square_avg") for name in names], tensors),
+        lambda names, tensors: (names, [each[:1] if each.dim() else each for each in tensors]),
+        lambda names, tensors: (names, [each.view(-1) for each in tensors]),
+        lambda names, tensors: (names, [each.int() for each in tensors]),
+    ],
+)
+def test_lent_moments_of_other_names_shapes_or_kinds_are_told_and_not_taken(changed, store):
+    first = Worker(store, 0, checkpoint_every=2, inner=adamw)
+    first.round(2)
+    name = "moments/00000002"
+    head, tensors = weights._split(name, store.get(name, 1 << 20))
+    names, tensors = changed(head["names"], tensors)
+    stores.put(store, name, weights._to_bytes({**head, "names": names}, tensors))
+    joiner, alone = Worker(store, 1, inner=adamw).join(), Worker(ObjectStore(), 1, inner=adamw).join()
+    alone.model.load_state_dict(joiner.model.state_dict())
+    with pytest.warns(UserWarning, match="the moments that the run lends do not fit the state of AdamW, AdamW"):
+        joiner.step()
+    alone.step()
+    for mine, own in zip(moments(joiner), moments(alone), strict=True):
+        assert mine.keys() == own.keys()
+        assert all(torch.equal(mine[each], own[each]) for each in own)
+    joiner.round()
 
 
 def test_inner_state_that_is_no_tensor_is_not_lent(store):

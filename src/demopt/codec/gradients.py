@@ -100,7 +100,10 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError unless all that trains is dense real floats, ValueError if one is lazy, expanded or twice."""
+    """Raises TypeError unless all that trains is dense real floats, ValueError if one is lazy, expanded or twice.
+
+    ValueError, too, if only some are on the meta device.
+    """
     seen: set[int] = set()
     for parameter in parameters:
         if is_lazy(parameter):
@@ -118,6 +121,8 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         if id(parameter) in seen:
             raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
         seen.add(id(parameter))
+    if len({parameter.is_meta for parameter in parameters}) > 1:  # of all, `demopt plan` computes the costs
+        raise ValueError("some parameters are on the meta device: give them to the optimizer after model.to_empty()")
 
 
 def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:

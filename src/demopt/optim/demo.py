@@ -231,7 +231,7 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         super().add_param_group(plain(param_group))
         try:
-            check_parameters(self.param_groups[-1]["params"])
+            check_parameters([p for group in self.param_groups for p in group["params"]])
             if hasattr(self, "replicator"):  # not yet while torch's constructor adds the first groups
                 self.replicator.wiring()
         except BaseException:

@@ -10,8 +10,8 @@ import ctypes
 import inspect
 import io
 import json
-import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from numbers import Real
@@ -51,6 +51,7 @@ class InnerOptimizers:
         self.optimizers = _checked(given)
         self._had_state = [bool(each.state) for each in self.optimizers]  # from the start, as Adagrad's
         self.is_stepping = False  # a local step is under way
+        self._lent: dict[str, dict[str, Tensor]] = {}  # moments of another worker, of parameters without a step
         self._told = False  # that the state of an optimizer inside one is not saved
         if copy := self.copy_of_weights():
             raise TypeError(f"inner: {copy}, {NOT_MOVED}")
@@ -111,6 +112,8 @@ class InnerOptimizers:
             self.is_stepping = False
             for settings in self._settings:
                 settings.state_names.update(settings.changed())  # in the step, so by the optimizer
+        if self._lent:
+            self._take_lent()
 
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
@@ -194,29 +197,19 @@ class InnerOptimizers:
         return entries if all(isinstance(value, Tensor) for value in entries.values()) else {}
 
     def borrow(self, moments: Mapping[str, Tensor]) -> None:
-        """Takes the `moments` of another worker, unless there is state already or they are for other parameters."""
-        if any(each.state for each in self.optimizers):
+        """Takes the `moments` of another worker, each after its parameter's first step: only that shows what fits."""
+        self._lent = _by_parameter(moments)
+
+    def _take_lent(self) -> None:
+        mine = _by_parameter(self.moments())
+        pairs = [(mine[number], self._lent.pop(number)) for number in mine.keys() & self._lent.keys()]
+        if any(_forms(held) != _forms(lent) for held, lent in pairs):
+            self._lent = {}
+            warn(f"the moments that the run lends do not fit the state of {self.classes}, which begins empty")
             return
-        parameters = [parameter for group in self.groups for parameter in group["params"]]
-        entries: dict[int, dict[str, Tensor]] = {}
-        for key, value in moments.items():
-            found = re.fullmatch(r"(\d{1,9})\.(.*)", key, re.S)
-            if found and (number := int(found[1])) < len(parameters):
-                entries.setdefault(number, {})[found[2]] = value
-                if value.dim() == parameters[number].dim() > 0 and value.shape != parameters[number].shape:
-                    return
-        first = 0
-        for each in self.optimizers:
-            saved = each.state_dict()
-            count = sum(len(group["params"]) for group in saved["param_groups"])
-            saved["state"] = {n: entries[first + n] for n in range(count) if first + n in entries}
-            groups = each.param_groups
-            for group in saved["param_groups"]:  # torch copies them deeply, which locks and process groups refuse
-                group.update({name: None for name in group.keys() - {"params"} if not text_of(group[name])})
-            each.load_state_dict(saved)
-            _restore_numbers(each, [entries.get(first + n, {}) for n in range(count)])
-            each.param_groups = groups  # the same as before: a scheduler may hold them
-            first += count
+        for held, lent in pairs:
+            for name, value in held.items():
+                to_local(value).copy_(lent[name])
 
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
         """Loads groups, with the entries of their parameters by number."""
@@ -252,9 +245,24 @@ class InnerOptimizers:
             if isinstance(error, LookupError | AttributeError | RuntimeError):
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
+        self._lent = {}
         for settings, saved in zip(self._settings, in_groups, strict=True):
             settings.state_names.update(saved)
         self._follow()
+
+
+def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    found = defaultdict[str, dict[str, Tensor]](dict)
+    for key, value in moments.items():
+        number, _, name = key.partition(".")
+        found[number][name] = value
+    return found
+
+
+def _forms(entry: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns what two entries of one optimizer have in common; floats are lent in another precision."""
+    tensors = {name: to_local(value) for name, value in entry.items()}
+    return {name: (value.shape, value.is_floating_point() or value.dtype) for name, value in tensors.items()}
 
 
 def _restore_numbers(optimizer: torch.optim.Optimizer, loaded: list[dict[str, Any]]) -> None:
