@@ -47,16 +47,17 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
             if placements != wanted:
                 gradient = parameter.grad = gradient.redistribute(placements=wanted)
             gradient = to_local(gradient)
-        if gradient is not None and (gradient.layout != torch.strided or not gradient.is_floating_point()):
-            _refuse(gradient, f"the gradient of parameter {number}, shape {list(parameter.shape)},")
+        if gradient is not None:
+            _check_kind(f"the gradient of parameter {number}, shape {list(parameter.shape)},", gradient)
         found.append(gradient)
     return found
 
 
-def _refuse(gradient: Tensor, which: str) -> None:
+def _check_kind(which: str, gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
         raise TypeError(f"{which} is sparse; DeMo needs dense gradients, e.g. nn.Embedding(..., sparse=False)")
-    raise TypeError(f"{which} is {gradient.dtype}; DeMo needs real floating-point gradients")
+    if not gradient.is_floating_point():
+        raise TypeError(f"{which} is {gradient.dtype}; DeMo needs real floating-point gradients")
 
 
 def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
@@ -69,13 +70,10 @@ def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: S
         local, which = to_local(parameter), f"the gradient of {name}"
         if not isinstance(gradient, Tensor):
             raise TypeError(f"{which} is a {type(gradient).__name__}; give a tensor, or None")
-        if gradient.layout != torch.strided or not gradient.is_floating_point():
-            _refuse(gradient, which)
+        _check_kind(which, gradient)
         if gradient.shape != local.shape:
-            raise ValueError(
-                f"{which} has shape {list(gradient.shape)}, where {list(local.shape)} is expected; gradients come in "
-                "the order of parameters"
-            )
+            came, wanted = list(gradient.shape), list(local.shape)
+            raise ValueError(f"{which} has shape {came}, expected {wanted}; give gradients in the order of parameters")
         if gradient.device != local.device:
             raise ValueError(f"{which} is on {gradient.device}, the parameter on {local.device}")
         if gradient.is_cpu:
@@ -111,9 +109,7 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         shape, dtype = list(parameter.shape), parameter.dtype
         kind = dtype if parameter.layout == torch.strided else parameter.layout
         if parameter.requires_grad and not (kind is dtype and parameter.is_floating_point() and dtype.itemsize > 1):
-            raise TypeError(
-                f"a parameter of shape {shape} is {kind}; DeMo trains real floats of 16 bits or more, dense"
-            )
+            raise TypeError(f"a parameter of shape {shape} is {kind}; DeMo trains dense real floats of 16 bits or more")
         if parameter.requires_grad and any(n > 1 and not by for n, by in zip(shape, parameter.stride(), strict=True)):
             raise ValueError(
                 f"elements of a parameter of shape {shape} share memory, as after expand(): clone it first"

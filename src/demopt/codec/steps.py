@@ -7,8 +7,6 @@ once the round is applied. Until then nothing has left the momentum, so a round 
 6 (`sum_and_encode`), and every rank `decompress` of its answer. Every rank must compute the same bits here, so sums
 over ranks have a fixed order, or are exact (docs/algorithm.md). A chunk group's `kernel` does steps 1 to 3, its
 `inverter` 6 and 7, its `updater` 6 to 8: one C kernel, or None where torch does them here.
-
-Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Reduces the coefficients of all ranks to one update (arXiv 2411.19870, section 3).
-
-Shapes: W ranks, C chunks, N elements in a chunk, K kept.
-"""
+"""Reduces the coefficients of all ranks to one update (arXiv 2411.19870, section 3)."""
 
 from collections.abc import Sequence
 

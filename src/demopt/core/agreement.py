@@ -3,8 +3,6 @@
 Gradients of one model at one point have something in common, so an honest message agrees with the other honest ones
 more often than not, however noisy it is. One that was made to do harm, whatever it looks like, points the other way:
 harm is disagreement. It is counted over whole messages, because a single chunk tells too little.
-
-Shapes: W ranks, C chunks, B bytes of signs in a chunk.
 """
 
 import torch

@@ -3,8 +3,6 @@
 All sums here are over integers in float32 tensors. Every partial sum stays below 2**24, where float32 adds exactly, so
 order, blocking, threads and devices do not matter. Rounding is elementwise: after scaling by a power of two, or in one
 correctly rounded division.
-
-Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
 import functools
@@ -153,9 +151,7 @@ def guard_bits(world_size: int, largest_level: int) -> int:
     """Returns the bits below a mantissa, at most 3, with which sums of all ranks are exact; ValueError if none are."""
     spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
-        raise ValueError(
-            f"exact sums of {world_size} ranks with levels up to {largest_level} do not fit; use exact=False"
-        )
+        raise ValueError(f"exact sums of {world_size} ranks, levels up to {largest_level}, do not fit; use exact=False")
     return min(_GUARD_BITS, spare)
 
 

@@ -6,8 +6,6 @@ each correctly rounded: where U is the same on different hardware, so is phi(U) 
 
 A parameter group holds its rule as a text, such as "lion" or "lion(beta1=0.5, beta2=0.99)": checkpoints then load with
 `weights_only=True`, and equal rules are equal texts. `rule_of` reads it.
-
-Shapes: C chunks of r rows and c columns.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""Selects the strongest coefficients of each chunk.
-
-Shapes: C chunks, N elements in a chunk, K kept.
-"""
+"""Selects the strongest coefficients of each chunk."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Two-level exchange: gradients are averaged over a node's fast links, and each node counts as one rank.
-
-Shapes: B bytes; E elements; W ranks here are nodes.
-"""
+"""Two-level exchange: gradients are averaged over a node's fast links, and each node counts as one rank."""
 
 import torch
 from torch import Tensor

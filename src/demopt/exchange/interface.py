@@ -1,8 +1,6 @@
 """The interface of exchanges, which move bytes between ranks; that of a single rank, and one that counts bytes.
 
 An exchange never looks inside a message.
-
-Shapes: W ranks, B bytes.
 """
 
 import json

@@ -105,7 +105,7 @@ class Collective(Exchange):
             return tensor
         if tensor.is_cpu:
             raise ValueError(
-                f"the process group moves tensors of {', '.join(sorted(served))}, and this one is on the CPU, as with "
+                f"the process group moves tensors of {', '.join(sorted(served))}; this one is on the CPU, as with "
                 "state_device='cpu': give a group of backend 'gloo', or 'cpu:gloo,cuda:nccl'"
             )
         return tensor.cpu()
@@ -125,8 +125,7 @@ def _liveness() -> Liveness:
         found = weakref.ref(world)
 
         def store() -> Any:
-            alive = found()
-            if alive is None or not dist.is_initialized():
+            if (alive := found()) is None or not dist.is_initialized():
                 raise RuntimeError("the process group has ended")
             return alive.get_group_store()
 
@@ -170,12 +169,11 @@ def resolve(process_group: Any) -> Exchange:
     if can_connect() and not is_group:
         outside = dist.GroupMember.NON_GROUP_MEMBER  # -100, which `new_group` gives to those outside
         is_group = isinstance(process_group, dist.ProcessGroup) or process_group is outside
-    if not is_group:
-        raise TypeError(
-            f"process_group is {process_group!r}; give a ProcessGroup or DeviceMesh of torch, an exchange such as "
-            "FolderExchange, or None: all ranks"
-        )
-    return Collective(process_group)
+    if is_group:
+        return Collective(process_group)
+    raise TypeError(
+        f"process_group is {process_group!r}; give a torch ProcessGroup or DeviceMesh, an Exchange, or None"
+    )
 
 
 def can_connect() -> bool:

@@ -1,8 +1,6 @@
 """Ranks as threads of one process, for tests and simulation: no ports, no processes.
 
 Ranks share received messages, so that W ranks hold W, not W x W. They are read-only.
-
-Shapes: W ranks, B bytes.
 """
 
 import threading

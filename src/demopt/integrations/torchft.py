@@ -5,8 +5,6 @@
 
 A message is extracted once, whatever happens to its round: a detached round waits with it, and the momentum keeps its
 content until the round is applied, so no gradient is lost and none is sent twice. See docs/integrations.md.
-
-Shapes: B bytes.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The kernels of bits.c: integers as bits, and unary maps of positions, as `wire.bits` defines them.
-
-Shapes: W ranks, C chunks, K kept.
-"""
+"""The kernels of bits.c: integers as bits, and unary maps of positions, as `wire.bits` defines them."""
 
 import torch
 from torch import Tensor

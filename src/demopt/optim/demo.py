@@ -1,7 +1,4 @@
-"""DeMo, Decoupled Momentum Optimization (Peng, Quesnelle, Kingma, arXiv 2411.19870).
-
-Shapes: W ranks, B bytes in a message, C chunks, K kept.
-"""
+"""DeMo, Decoupled Momentum Optimization (Peng, Quesnelle, Kingma, arXiv 2411.19870)."""
 
 from collections.abc import Callable
 from typing import Any

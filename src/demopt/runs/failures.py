@@ -133,7 +133,7 @@ def _cause(error: Exception) -> str:
     )
     known = [found[1] or found[2] for found in (code, message) if found]
     if known:
-        found = " ".join([status[1]] if status else []) + " " + ": ".join(known)
+        found = f"{status[1] if status else ''} {': '.join(known)}"
     elif isinstance(error, OSError) and error.strerror:
         found = error.strerror
     elif "HttpError" in text:
@@ -141,12 +141,10 @@ def _cause(error: Exception) -> str:
         reasons = re.findall(r"(?:message|error): \"([^\"]*)\"", text)
         asked = re.search(r"uri: Some\(\s*([^\s?,]+)", text)
         parts = [asked[1] if asked else "", *((each or "" for each in broken.groups()) if broken else ()), *reasons]
-        proxy = [
-            name
-            for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-            if os.environ.get(name) or os.environ.get(name.lower())
-        ]
-        found = ", ".join([part for part in parts if part] + [f"through the proxy of {name}" for name in proxy])
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            if os.environ.get(name) or os.environ.get(name.lower()):
+                parts.append(f"through the proxy of {name}")
+        found = ", ".join(filter(None, parts))
     else:
         found = text.partition("\n\nDebug source")[0].rpartition(" - ")[2]
     return "".join(letter if letter.isprintable() else " " for letter in found.strip())[:300]

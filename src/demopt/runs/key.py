@@ -87,12 +87,11 @@ class Keyed(Store):
                 return True
             try:
                 self._inner.read(name, max(len(sealed), _MOST), lambda found: self._opened(name, found))
+                return False
             except MessageError:
                 if "/" not in name:
                     return False
                 self._foreign.add(name)
-            else:
-                return False
         return self._inner.put_if_absent(self._second(name), sealed)
 
     def list(self, folder: str) -> set[str]:
@@ -129,15 +128,12 @@ def read_key(path: str | Path) -> bytes:
         with Path(path).open(encoding="ascii") as file:
             mode, key = os.fstat(file.fileno()).st_mode, bytes.fromhex(file.read(_MOST).strip())
     except OSError as error:
-        raise ValueError(
-            f"key file {path}: {error.strerror}; copy the run's key, or make one for a new run: openssl rand -hex 32"
-        ) from None
+        told = f"key file {path}: {error.strerror}; copy the run's key, or make one for a new run: openssl rand -hex 32"
+        raise ValueError(told) from None
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
         raise ValueError(f"key file {path} holds no key; wanted {2 * KEY_BYTES} hexadecimal digits")
     if os.name != "nt" and mode & 0o077:
-        _log.warning(
-            "key file %s can be read by other users of this machine (mode %o): chmod 600 %s", path, mode & 0o777, path
-        )
+        _log.warning("key file %s can be read by other users (mode %o): chmod 600 %s", path, mode & 0o777, path)
     return key

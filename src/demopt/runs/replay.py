@@ -52,10 +52,8 @@ def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
         for group in record.groups:
             settings = {name: value for name, value in group.items() if name != "parameters"}
             shapes = log.shapes_of(log.RECORD, group.get("parameters"))
-            parameters = [
-                Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")) for shape, dtype in shapes
-            ]
-            groups.append({**settings, "params": parameters})
+            zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in shapes]
+            groups.append({**settings, "params": [*map(Parameter, zeros)]})
         facts = tuple((name, text) for name, text in record.config_facts)
         return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:

@@ -49,9 +49,7 @@ class RunSampler:
     def __init__(self, optimizer: Any, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
         run = optimizer.replicator.session.process_group
         if not isinstance(run, FolderExchange):
-            raise TypeError(
-                "RunSampler asks a run in a folder: give LocalDeMo process_group=demopt.FolderExchange(...)"
-            )
+            raise TypeError("RunSampler asks a run in a folder: LocalDeMo(process_group=demopt.FolderExchange(...))")
         self.optimizer, self.run, self.seed = optimizer, run, seed
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
@@ -59,7 +57,6 @@ class RunSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         optimizer, run = self.optimizer, self.run
-        weighs = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
         ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
         run.wanted = self.batch * optimizer.sync_every * ahead
         optimizer.join()
@@ -67,7 +64,7 @@ class RunSampler:
         while not (run.all_read or run.stopping or run.leaving):
             numbers = run.take(self.batch)
             read = len(numbers) + (read if optimizer.local_steps else 0)
-            if weighs:
+            if optimizer._settings["top_k"] is None:  # samples weigh signs of all coefficients
                 optimizer.samples = max(1, read)
             if numbers:
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]

@@ -113,10 +113,12 @@ class ObjectStore(Store):
                 store = self._patient(seconds) if seconds > _SILENCE else self._store
                 self._obstore.put(store, name, data, mode="create")
             except self._obstore.exceptions.AlreadyExistsError as error:
-                # A 409 may come from another put that is under way, and that may fail.
-                if ": 412 " not in str(error) and not self._exists(name):
-                    raise
-                return False
+                if ": 412 " in str(error):
+                    return False
+                with suppress(FileNotFoundError):  # a 409 may come from another put, under way, which may fail
+                    self._obstore.head(self._store, name)
+                    return False
+                raise
             except Exception:
                 if time.monotonic() - began >= 0.9 * seconds:  # timers are not exact
                     self._cut[name] = min(self._cut.get(name, 0) + 1, 4)
@@ -134,12 +136,6 @@ class ObjectStore(Store):
         with told(self.address), suppress(FileNotFoundError):
             self._obstore.delete(self._store, name)
 
-    def _exists(self, name: str) -> bool:
-        with suppress(FileNotFoundError):
-            self._obstore.head(self._store, name)
-            return True
-        return False
-
 
 class Patient(Store):
     """Repeats requests that fail, for `patience` seconds in a row, and reports when the store is away and back.
@@ -148,10 +144,8 @@ class Patient(Store):
     """
 
     def __init__(self, inner: Store, patience: float, say: Callable[[str], None]) -> None:
-        self.inner, self.address = inner, inner.address
-        self.say = say
+        self.inner, self.address, self.patience, self.say = inner, inner.address, patience, say
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        self.patience = patience
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
         self._away: float | None = None  # since when, if the user has heard about it
 
@@ -177,13 +171,14 @@ class Patient(Store):
         began, attempt, long = time.monotonic(), 0, False
         while True:
             try:
-                result = _interruptible(call)
+                # Handlers of signals run in the main thread, also during a long request in another one.
+                is_main = threading.current_thread() is threading.main_thread()
+                result = in_thread(call).result() if is_main else call()
             except MessageError:
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
             except StoreError as error:
-                away = time.monotonic() - began
-                known = kind in self._answered
+                away, known = time.monotonic() - began, kind in self._answered
                 limit = self.patience if known else min(self.patience, _FIRST_PATIENCE)
                 if error.at_first and (not known or kind == "delete"):  # what cannot be deleted may stay
                     raise ExchangeError(str(error)) from error
@@ -207,13 +202,6 @@ class Patient(Store):
         return result
 
 
-def _interruptible(call: Callable[[], T]) -> T:
-    """Makes a request; if this is the main thread, in another one: handlers of signals run here, also in a long one."""
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-    return in_thread(call).result()
-
-
 def full(address: str) -> str:
     """Returns an address in full, the same text for the same place. ValueError if it is none.
 
@@ -222,9 +210,7 @@ def full(address: str) -> str:
         ('s3://bucket/mine', True, '/tmp/my run')
     """
     if not address.strip() or not address.isprintable():
-        raise ValueError(
-            f"a run's address is a path or s3://bucket/name, gs:// or az://, in printable UTF-8; this is {address!r}"
-        )
+        raise ValueError(f"a run's address is a path or s3://bucket/name, gs:// or az://; this is {address!r}")
     scheme, colon, place = address.partition(":")
     scheme = scheme.lower() if colon else ""
     if scheme == "file":
@@ -240,10 +226,8 @@ def full(address: str) -> str:
         except (RuntimeError, OSError) as error:
             raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
     if scheme not in CLOUDS:
-        raise ValueError(
-            "a run's address begins with s3://, gs:// or az://, or is a path (a server of your own: s3:// with "
-            f"AWS_ENDPOINT_URL); this one is {address!r}"
-        )
+        known = "s3://, gs:// or az://, or is a path (a server of your own: s3:// with AWS_ENDPOINT_URL)"
+        raise ValueError(f"a run's address begins with {known}; this one is {address!r}")
     bucket, *names = place.removeprefix("//").rstrip("/").split("/")
     if not place.startswith("//") or not re.fullmatch(r"[\w.-]+", bucket):
         raise ValueError(f"{address}: names no bucket; wanted {scheme}://BUCKET/NAME")

@@ -1,8 +1,6 @@
 """Integers as bits, packed at one width, least significant bit first; and codes of positions, which ascend in a chunk.
 
 Eight values of b bits fill b bytes, so value n starts on a byte boundary if n is a multiple of 8.
-
-Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Decoded coefficients, the faults of invalid ones, and the encoding of all signs.
-
-Shapes: W ranks, C chunks, N elements in a chunk, K kept.
-"""
+"""Decoded coefficients, the faults of invalid ones, and the encoding of all signs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The layout of a message: sections of equal chunks, each made of planes. Shapes and settings alone determine it.
-
-Shapes: W ranks, C chunks, N elements in a chunk, K kept.
-"""
+"""The layout of a message: sections of equal chunks, each made of planes. Shapes and settings alone determine it."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""A message: a header of 64 bytes, then the body that the layout describes. docs/wire-format.md specifies it.
-
-Shapes: W ranks, B bytes in a message.
-"""
+"""A message: a header of 64 bytes, then the body that the layout describes. docs/wire-format.md specifies it."""
 
 import struct
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ so that levels x scales of all ranks can be summed as integers.
 
 Both have `bits` per value, `planes` for K values per chunk, and `encode`, which returns uint8 [...] for each plane of
 finite values; `numbers` decodes the last plane [..., bytes] to values, float32 or wider, or to levels [..., C, K].
-
-Shapes: C chunks, K kept coefficients per chunk.
 """
 
 import functools
