@@ -143,7 +143,7 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, monkeyp
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
         (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo' or 'adamw'"),
         (["--heads", "5"], "--width is 192; it must be an even multiple of --heads 5"),
-        (["--device", "cuda"], "--device cuda: this torch has cpu here; take one of them"),
+        (["--device", "cuda"], "--device cuda: this torch has cpu here; take one"),
         (["--device", "mps", "--optimizer", "demo"], "--device mps takes --optimizer local"),
         (["--epochs", "1", "--steps", "7"], "leave out --steps or --epochs"),
         (["--global-batch", "5", "--top-k", "9"], "--global-batch does not go with --top-k"),

@@ -65,7 +65,7 @@ class Disk(Store):
                         self._run = data
                     return True
                 if _size(each, here):
-                    return False
+                    break
             return False
 
     def list(self, folder: str) -> set[str]:
@@ -164,7 +164,9 @@ class Disk(Store):
     def _link(self, data: bytes, leaf: str, here: int | None) -> bool:
         """Writes a file aside and links it; returns whether nothing had the name."""
         with self._at(f"{_PARTIAL}/{os.getpid()}-{os.urandom(8).hex()}", make=True) as (aside, there):
-            self._delete_left(aside, there)
+            if not self._tidy:
+                self._tidy = True
+                self._delete_left(aside, there)
             try:
                 file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=there)
                 with open(file, "wb") as written:
@@ -177,15 +179,12 @@ class Disk(Store):
                     os.unlink(aside, dir_fd=there)
 
     def _delete_left(self, aside: str, there: int | None) -> None:
-        """Deletes, once, what processes left that were killed in the middle of a put."""
-        if self._tidy:
-            return
-        self._tidy = True
+        """Deletes what processes left that were killed in the middle of a put."""
         with os.scandir(os.path.dirname(aside) if there is None else there) as entries:
             for each in entries:
                 with suppress(OSError):
                     if time.time() - each.stat(follow_symlinks=False).st_mtime > _LEFT:
-                        os.unlink(each.name if there is not None else each.path, dir_fd=there)
+                        os.unlink(each.path if there is None else each.name, dir_fd=there)
 
 
 def _appear(aside: str, there: int | None, leaf: str, here: int | None) -> bool:

@@ -205,10 +205,10 @@ def _reading(
 ) -> Reading | None:
     """Returns who reads which sequences next. A silent member keeps what it holds."""
     known = decided.reading if decided else None
-    if known is None and author.reads is not None:
-        known = Reading(author.reads.total)
     if known is None:
-        return None
+        if author.reads is None:
+            return None
+        known = Reading(author.reads.total)
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
     wanted |= {worker: said[worker].wanted for worker in wanted if worker in said}
@@ -242,18 +242,15 @@ def check_races(store: Store, record: Record, together: Callable[[list[Callable[
     won = together([partial(store.put_if_absent, name, f"{racer}".encode()) for racer in range(8)])
     store.delete([name])
     if sum(won) > 1:
-        raise ExchangeError(
-            f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not "
-            "be decided once; update the server, or use another store"
-        )
+        told = "puts an object over another one where it must not (If-None-Match); update it, or use another store"
+        raise ExchangeError(f"{store.address} {told}")
 
 
 def look(store: Store, number: int) -> Seen:
     names = store.list(folder_of(number))
-    found: dict[str, set[str]] = {"message": set(), "hello": set()}
-    for piece in filter(None, map(_PIECE.fullmatch, names)):
-        found[piece[2]].add(piece[1])
-    return Seen(found["message"], found["hello"], "manifest" in names)
+    found = [piece.groups() for piece in map(_PIECE.fullmatch, names) if piece]
+    messages, hellos = ({worker for worker, kind in found if kind == each} for each in ("message", "hello"))
+    return Seen(messages, hellos, "manifest" in names)
 
 
 def put_stop(store: Store, number: int, run: str) -> None:
@@ -305,13 +302,9 @@ def read_message(name: str, data: bytes, run: str, number: int | None = None, wo
     if values.get("reads") is not None:
         values["reads"] = reads_of(name, values["reads"])
     message = object_of(Envelope, name, {**values, "body": body})
-    for field_name, came, wanted in (
-        ("run", message.run, run),
-        ("round", message.round, number),
-        ("worker", message.worker, worker),
-    ):
-        if wanted is not None and came != wanted:
-            raise MessageError(f"{name} is of {field_name} {came}, expected {wanted}")
+    for entry, wanted in (("run", run), ("round", number), ("worker", worker)):
+        if wanted is not None and (came := getattr(message, entry)) != wanted:
+            raise MessageError(f"{name} is of {entry} {came}, expected {wanted}")
     return message
 
 

@@ -210,10 +210,8 @@ def check_same_run(config: TrainConfig, text: str, before: Given, text_before: s
         if settings[name] != before[name] and not free:
             raise InputError(f"{flag(name)} is {settings[name]}, and {where} has {before[name]}; {remedy}")
     if text != text_before:
-        raise InputError(
-            f"the text or tokenizer here is not that of {where} (fingerprints {text[:8]} and {text_before[:8]}): give "
-            "its text by --data"
-        )
+        differ = f"(fingerprints {text[:8]} and {text_before[:8]})"
+        raise InputError(f"the text or tokenizer here is not that of {where} {differ}: give its text by --data")
 
 
 # The user's settings
@@ -299,9 +297,8 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
             raise InputError(f"{flag(name)} is for a run in a folder, which --run names")
         fits = SETTINGS[name]["fits"]
         if fits and config.optimizer not in fits:
-            raise InputError(
-                f"{flag(name)} is for --optimizer {' or '.join(fits)}; the optimizer is {config.optimizer}"
-            )
+            kinds = " or ".join(fits)
+            raise InputError(f"{flag(name)} is for --optimizer {kinds}; the optimizer is {config.optimizer}")
     return config
 
 
@@ -355,9 +352,8 @@ def shape_of(folder: str) -> Given:
     place = Path(folder, "config.json")
     if (adapters := place.with_name("adapter_config.json")).exists():
         base = read_file(adapters).get("base_model_name_or_path")
-        raise InputError(
-            f"--model {folder}: holds adapters of {base}; give that folder, or one with them merged (--merge)"
-        )
+        told = f"holds adapters of {base}; give that folder, or one with them merged (--merge)"
+        raise InputError(f"--model {folder}: {told}")
     if not place.exists():
         what = "has no config.json" if place.parent.is_dir() else "is no folder here; nothing is downloaded"
         raise InputError(f"--model {folder}: {what}")
@@ -395,8 +391,6 @@ def resolve(config: TrainConfig) -> TrainConfig:
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     config = dataclasses.replace(config, **missing)
     if config.width and config.heads and config.width % (2 * config.heads):
-        raise InputError(
-            f"--width is {config.width}; it must be an even multiple of --heads {config.heads}: rotary embedding turns "
-            "pairs of elements"
-        )
+        wanted = f"an even multiple of --heads {config.heads}: rotary embedding turns pairs of elements"
+        raise InputError(f"--width is {config.width}; it must be {wanted}")
     return config

@@ -113,10 +113,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
     train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_text(config, files)
     for name, part in (("training", train), ("validation", val)):
         if not part.windows(_window(config)):
-            raise InputError(
-                f"--data: the {name} part has {len(part):,} tokens, fewer than a sequence of {config.sequence} and "
-                "its last target; give more text or a smaller --sequence"
-            )
+            wanted = f"a sequence takes {_window(config):,}: give more text or a smaller --sequence"
+            raise InputError(f"--data: the {name} part has {len(part):,} tokens, and {wanted}")
     if config.vocab_size is not None and config.vocab_size < size:
         raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
     return Corpus(train, val, size, _fingerprint(train, val), ratio, source)
@@ -233,10 +231,8 @@ def documents(file: Path) -> Iterator[bytes]:
             yield text.encode("utf-8", "replace")
         else:
             kind = f"an object with {', '.join(got)}" if got else json.dumps(found)[:40]
-            raise InputError(
-                f"--data {file}, line {number}: wanted an object with text (a string) or messages (a list of objects "
-                f"with role and content), got {kind}"
-            )
+            wanted = "an object with text (a string) or messages (a list of objects with role and content)"
+            raise InputError(f"--data {file}, line {number}: wanted {wanted}, got {kind}")
 
 
 def _source(read: list[Path], left: list[Path]) -> str:
@@ -441,10 +437,8 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[st
         try:
             return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask))
         except Exception as error:  # a template is a program
-            raise InputError(
-                f"--data: the tokenizer's chat template refuses the conversation that begins {messages[0]}: "
-                f"{first_line(error)}"
-            ) from None
+            told = f"refuses the conversation that begins {messages[0]}: {first_line(error)}"
+            raise InputError(f"--data: the tokenizer's chat template {told}") from None
 
     whole, answers = text(len(messages)), []
     for number, message in enumerate(messages):

@@ -91,10 +91,8 @@ def _loaded(config: TrainConfig) -> Any:
     except Exception as error:  # of a missing or damaged file, an unknown architecture, one that needs its code: any
         place = Path(folder)
         if (pickles := sorted(place.glob("*.bin"))) and not any(place.glob("*.safetensors")):
-            raise InputError(
-                f"--model {folder}: its weights are in {pickles[0].name}, which can run code; only safetensors are "
-                "read: save the model again by its save_pretrained"
-            ) from None
+            told = "which can run code; only safetensors are read: save the model again by its save_pretrained"
+            raise InputError(f"--model {folder}: its weights are in {pickles[0].name}, {told}") from None
         raise InputError(f"--model {folder}: transformers cannot load it: {first_line(error)}") from None
     absent = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
     if absent:
@@ -120,10 +118,8 @@ def _same_digest(config: TrainConfig, model: nn.Module) -> str:
         found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     mine = found.hexdigest()
     if config.model_digest not in (None, mine):
-        raise InputError(
-            f"--model {config.model}: these are not the weights that the run began with (digests {mine[:8]} and "
-            f"{str(config.model_digest)[:8]}); give a copy of its model"
-        )
+        differ = f"(digests {mine[:8]} and {str(config.model_digest)[:8]}); give a copy of its model"
+        raise InputError(f"--model {config.model}: these are not the weights that the run began with {differ}")
     return mine
 
 

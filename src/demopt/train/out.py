@@ -55,10 +55,8 @@ class OutFolder:
         if config.overwrite and config.resume:
             raise InputError("--overwrite deletes the run that --resume continues; give one of them")
         if self.config.exists() and not (config.resume or config.overwrite):
-            raise InputError(
-                f"--out {self.root} already holds a run; go on with --resume, replace it with --overwrite, or give "
-                "another --out"
-            )
+            other = "go on with --resume, replace it with --overwrite, or give another --out"
+            raise InputError(f"--out {self.root} already holds a run; {other}")
         self.refuse_sources(config, self.written)
 
     def refuse_sources(self, config: TrainConfig, written: Iterable[Path]) -> None:

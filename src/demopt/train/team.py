@@ -105,10 +105,8 @@ def _spans_machines() -> bool:
 def require_connections() -> None:
     """Raises InputError if this build of torch has no process groups."""
     if not can_connect():
-        raise InputError(
-            "this torch was built without torch.distributed, so its workers cannot connect; train through a folder "
-            "(demopt train --run ADDRESS), or install another build"
-        )
+        other = "train through a folder (demopt train --run ADDRESS), or install another build"
+        raise InputError(f"this torch was built without torch.distributed, so its workers cannot connect; {other}")
 
 
 def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -117,9 +115,7 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
     if torch.accelerator.is_available() and (here := torch.accelerator.current_accelerator()):
         kind, found = here.type, torch.accelerator.device_count()
     if wanted not in ("auto", "cpu", kind):
-        raise InputError(
-            f"--device {wanted}: this torch has {' and '.join({'cpu': 0, kind: 0})} here; take one of them"
-        )
+        raise InputError(f"--device {wanted}: this torch has {' and '.join({'cpu': 0, kind: 0})} here; take one")
     if wanted == "cpu" or kind == "cpu" or (wanted == "auto" and kind != "cuda"):  # no run of ours has met the others
         return torch.device("cpu")
     if local_world_size > found:
@@ -184,9 +180,7 @@ def gloo_address() -> tuple[str, str]:
     if name:
         first, here = name.split(",")[0], interfaces()
         if first not in here:
-            raise InputError(
-                f"{INTERFACE} is {name}, and this machine has {', '.join(here) or 'no interface'}; name one"
-            )
+            raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(here) or 'no interface'}: name one")
         return here[first], f"{INTERFACE} is {name}"
     host = socket.gethostname()
     try:
