@@ -11,9 +11,7 @@ def require_demo(optimizer: Any, where: str, remedy: str) -> Any:
     while not isinstance(optimizer, DeMo | LocalDeMo):
         inside = getattr(optimizer, "optimizer", None)
         if inside is None:
-            raise TypeError(
-                f"the optimizer is {type(optimizer).__name__}, and {where} only DeMo and LocalDeMo synchronize the "
-                f"ranks, which would drift apart; {remedy}"
-            )
+            others = f"{where} only DeMo and LocalDeMo synchronize the ranks, which would drift apart"
+            raise TypeError(f"the optimizer is {type(optimizer).__name__}, and {others}; {remedy}")
         optimizer = inside
     return optimizer

@@ -81,15 +81,13 @@ def _own(folder: str, number: int, rank: int, world_size: int) -> list[dict[str,
     needed = [_name(number, old, old_size) for old in (range(old_size) if old_size != world_size else [rank])]
     missing = set(needed) - {path.name for path in files}
     if missing:
-        raise ValueError(
-            f"{folder} lacks {', '.join(sorted(missing))}: each rank wrote its own state; bring the files of all ranks "
-            "into one folder"
-        )
+        lacks = f"{folder} lacks {', '.join(sorted(missing))}: each rank wrote its own state"
+        raise ValueError(f"{lacks}; bring the files of all ranks into one folder")
     states = []
-    for path in (Path(folder, name) for name in needed):
+    for name in needed:
         try:
-            with path.open("rb") as file:
+            with Path(folder, name).open("rb") as file:
                 states.append(load_file(file))
         except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}; load another checkpoint") from None
+            raise ValueError(f"{folder}/{name} cannot be read: {error}; load another checkpoint") from None
     return states if old_size == world_size else [reshard(states, world_size)[rank]]

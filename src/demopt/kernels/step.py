@@ -126,9 +126,8 @@ def run(name: str, job: Any, elements: int) -> None:
     """
     loaded = library()
     function = partial(getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}"), ctypes.byref(job))
-    threads = [
-        threading.Thread(target=function) for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0)
-    ]
+    others = torch.get_num_threads() - 1 if elements > _ALONE else 0
+    threads = [threading.Thread(target=function) for _ in range(others)]
     with uninterrupted() if threads else nullcontext():
         with suppress(RuntimeError):  # the machine has no more threads: those that there are do the work
             for thread in threads:
@@ -153,10 +152,8 @@ class Received(ctypes.Structure):
         """Raises ValueError unless it fits chunks of `length` elements, of which buffers hold no more than SIDE^2."""
         fits = self.width == (length + 7) // 8 if self.signs else self.width <= length
         if self.chunks != chunks or not fits or length > SIDE**2:
-            raise ValueError(
-                f"coefficients of {self.chunks} chunks from {self.world_size} ranks do not fit {chunks} chunks of "
-                f"{length} elements"
-            )
+            came = f"coefficients of {self.chunks} chunks from {self.world_size} ranks"
+            raise ValueError(f"{came} do not fit {chunks} chunks of {length} elements")
 
 
 def _held(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> tuple[Tensor, int]:

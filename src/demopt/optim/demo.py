@@ -262,10 +262,8 @@ class DeMo(ReplicatedOptimizer):
                 entry, held = self.state.get(parameter, {}), replicator.in_buffers.get(parameter, {})
                 for name in entry.keys() & held.keys() - {"step"}:
                     if (came := getattr(entry[name], "shape", None)) != (wanted := held[name].shape):
-                        raise ValueError(
-                            f"{name!r} in the state of parameter {number} has shape {came and [*came]}; give "
-                            f"{[*wanted]}, or delete it: then it begins at zero"
-                        )
+                        whose = f"{name!r} in the state of parameter {number} has shape {came and [*came]}"
+                        raise ValueError(f"{whose}; give {[*wanted]}, or delete it: then it begins at zero")
             replicator.state = self.state
             replicator.restore({parameter: entry for parameter, entry in self.state.items() if entry})
 

@@ -175,10 +175,8 @@ class InnerOptimizers:
                 found.setdefault(first, {})[BESIDE] = beside
             if (held := _inside(each)) and not self._told:
                 self._told = True
-                warn(
-                    f"{type(each).__name__} holds a {type(held).__name__}, whose state is not in its own: it is not "
-                    "saved, and begins anew after loading"
-                )
+                holds = f"{type(each).__name__} holds a {type(held).__name__}, whose state is not in its own"
+                warn(f"{holds}: it is not saved, and begins anew after loading")
         for settings in self._follow():
             in_group = settings.packed_state()
             parameters = settings.group["params"] if in_group is not None else []
@@ -321,6 +319,26 @@ def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
         raise ValueError(f"the state is damaged: its entry {BESIDE!r} cannot be read: {first_line(error)}") from None
 
 
+def _fault(given: Any) -> str:
+    """Returns why an inner optimizer cannot take local steps; empty if it can."""
+    if not isinstance(given, torch.optim.Optimizer):
+        return "; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), or a list of them"
+    if callable(getattr(given, "train", None)) and callable(getattr(given, "eval", None)):
+        switch = "train() and eval() switch the model between two copies of the weights, as schedule-free optimizers do"
+        return f", whose {switch}: one is in its state, {NOT_MOVED}"
+    if not hasattr(given, "_optimizer_step_pre_hooks"):  # as Opacus's
+        how = "wraps an optimizer without torch's constructor, so that its steps cannot be watched"
+        return f", which {how}; give the optimizer inside it to LocalDeMo, and that to the wrapper"
+    if not {"state", "param_groups"} <= (saved := given.state_dict()).keys():
+        lacks = f"state_dict has {', '.join(map(str, saved))} and no state by parameter, so it could not be saved"
+        return f", whose {lacks}; give the optimizer inside it"
+    if isinstance(given, torch.optim.LBFGS):
+        return ", which evaluates the loss several times a step; give another optimizer"
+    if isinstance(given, ReplicatedOptimizer) or any(k.__name__ in _SYNCHRONIZING for k in type(given).__mro__):
+        return ", which synchronizes the ranks itself; give a local optimizer"
+    return ""
+
+
 def _checked(given: Any) -> list[torch.optim.Optimizer]:
     found = list(given) if isinstance(given, list | tuple) else [given]
     if found and all(isinstance(each, dict | Tensor) for each in found):  # also from Trainer's optimizer_cls_and_kwargs
@@ -329,35 +347,11 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
             "lr=3e-4)). For transformers.Trainer build it yourself, and give optimizers=(optimizer, None) instead of "
             "optimizer_cls_and_kwargs"
         )
-    for each in found:
-        kind = type(each).__name__
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(
-                f"inner is a {kind}; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), "
-                "or a list of them"
-            )
-        if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
-            raise TypeError(
-                f"inner is a {kind}, whose train() and eval() switch the model between two copies of the weights, as "
-                f"schedule-free optimizers do: one is in its state, {NOT_MOVED}"
-            )
-        if not hasattr(each, "_optimizer_step_pre_hooks"):  # as Opacus's
-            raise TypeError(
-                f"inner is a {kind}, which wraps an optimizer without torch's constructor, so that its steps cannot be "
-                "watched; give the optimizer inside it to LocalDeMo, and that to the wrapper"
-            )
-        if not {"state", "param_groups"} <= (saved := each.state_dict()).keys():
-            raise TypeError(
-                f"inner is a {kind}, whose state_dict has {', '.join(map(str, saved))} and no state by parameter, so "
-                "that LocalDeMo could not save it; give the optimizer inside it"
-            )
-        if isinstance(each, torch.optim.LBFGS):
-            raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
-        torchs_own = any(base.__name__ in _SYNCHRONIZING for base in type(each).__mro__)
-        if torchs_own or isinstance(each, ReplicatedOptimizer):
-            raise TypeError(f"inner is a {kind}, which synchronizes the ranks itself; give a local optimizer")
     if not found:
         raise ValueError("inner is an empty list; give at least one torch optimizer")
+    for each in found:
+        if fault := _fault(each):
+            raise TypeError(f"inner is a {type(each).__name__}{fault}")
     holders: dict[int, int] = {}
     for number, each in enumerate(found):
         for group in each.param_groups:
@@ -365,15 +359,12 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
             if type(each).__name__ == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
                 warn(
                     "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
-                    "and its results differ from those on whole matrices. Use "
-                    "demopt.muon_adamw, which gathers each matrix once"
+                    "and its bits are not those of whole matrices. Use demopt.muon_adamw, which gathers each matrix once"
                 )
             for parameter in group["params"]:
-                if holders.setdefault(id(parameter), number) != number:
-                    raise ValueError(
-                        f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
-                        f"{list(parameter.shape)}; give each parameter to one optimizer"
-                    )
+                if (first := holders.setdefault(id(parameter), number)) != number:
+                    both = f"inner[{first}] and inner[{number}] both have a parameter of shape {list(parameter.shape)}"
+                    raise ValueError(f"{both}; give each parameter to one optimizer")
     return found
 
 

@@ -51,10 +51,8 @@ def muon_groups(
     matrices, rest = _split_matrices(model, others)
     remember(model, "muon_groups")
     if not matrices:
-        raise ValueError(
-            f"none of the model's {len(rest)} parameters that train is a matrix for update='muon'; use another update, "
-            "such as 'signum', which needs no groups"
-        )
+        lacks = f"none of the model's {len(rest)} parameters that train is a matrix for update='muon'"
+        raise ValueError(f"{lacks}; use another update, such as 'signum', which needs no groups")
     groups = [{"params": matrices, "update": "muon", "lr": lr}]
     return [*groups, {"params": rest, "update": others_update, "lr": _ADAMW_SHARE * lr}] if rest else groups
 

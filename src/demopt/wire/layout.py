@@ -12,7 +12,7 @@ from demopt.core.constants import places
 from demopt.core.exact import largest_exponents
 from demopt.wire.bits import Faults, IndexCode, Plane, bits_of, index_code, pack, unpack
 from demopt.wire.coefficients import Coefficients, SignBits, Strongest, code_faults, encode_signs, number_faults, refuse
-from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_plane
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_code
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
@@ -75,7 +75,7 @@ class Section:
         """Encodes ascending positions (int64; for signs of all, any tensor) and finite values for `pack_sections`."""
         if self.all_signs:
             signs_CS, scale_C = encode_signs(values_CK)
-            return [scale_plane(scale_C), signs_CS.flatten()]
+            return sign_planes(signs_CS, scale_code(scale_C))
         spans, quantizer = self.spans if values_CK.is_cpu else self.device_spans, QUANTIZERS[self.values]
         encoded = [self.index.encode(positions_CK[span]) + quantizer.encode(values_CK[span]) for span in spans]
         return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
@@ -149,7 +149,7 @@ class Section:
 
 
 def sign_planes(signs_CS: Tensor, codes_C: Tensor) -> list[Tensor]:
-    """Returns the planes of a section of `all_signs` from kernels: codes of scales, then signs as in `SignBits`."""
+    """Returns the planes of a section of `all_signs`: codes of scales, then signs as in `SignBits`."""
     return [pack(codes_C, SCALE_BITS), signs_CS.flatten()]
 
 

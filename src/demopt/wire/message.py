@@ -137,10 +137,8 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
     flags = 0
     for rank, raw in enumerate(received):
         if raw.length != HEADER_BYTES + body_bytes:
-            raise MessageError(
-                f"messages have {raw.length} bytes, this layout's have {HEADER_BYTES + body_bytes}: "
-                "truncated, or from a rank with other settings"
-            )
+            told = f"messages have {raw.length} bytes, this layout's have {HEADER_BYTES + body_bytes}"
+            raise MessageError(f"{told}: truncated, or from a rank with other settings")
         if raw.magic != MAGIC:
             raise MessageError(f"begins with {raw.magic!r}, not {MAGIC!r}: not a message of demopt", rank)
         if raw.version != VERSION:
@@ -148,9 +146,7 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
         if raw.claimed != raw.checksum:
             told = "checksum does not match: corrupted on the way"
             if raw.body_bytes != body_bytes:
-                told += (
-                    f"; its header has {raw.body_bytes} bytes, as of another optimizer whose step a rank has left out"
-                )
+                told += f"; its header has {raw.body_bytes} bytes, as of another optimizer whose step a rank left out"
             raise MessageError(told, rank)
         settings = raw.settings if _alike({raw.settings, expected.settings}) else expected.settings
         for name, came, wanted in (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.exact import EXPONENT_BITS, MANTISSA_BITS
-from demopt.wire.bits import Plane, each_bit, pack, unpack
+from demopt.wire.bits import Plane, pack, unpack
 
 SCALE_BITS = EXPONENT_BITS + MANTISSA_BITS
 _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops
@@ -65,7 +65,7 @@ class IntegerQuantizer:
         for magnitude in range(1, self.largest_level):
             sent_C1 = scale_of(scale_code(scale_C)).unsqueeze(1)
             numbers = numbers + (values.abs() >= (magnitude + 0.5) * sent_C1) * 2
-        return [scale_plane(scale_C), pack(numbers, self.bits)]
+        return [pack(scale_code(scale_C), SCALE_BITS), pack(numbers, self.bits)]
 
     def numbers(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
         numbers = unpack(plane, self.bits, chunks * keep).unflatten(-1, (chunks, keep))
@@ -77,19 +77,6 @@ def scale_code(scale_C: Tensor) -> Tensor:
     """Returns the nearest 12-bit code (int64) of each non-negative scale; zero where that code would be subnormal."""
     finer = scale_C.to(torch.float32).view(torch.int32).flatten() >> _SCALE_SHIFT - 1  # one more bit, to round by
     return _nearest_codes(scale_C.device).index_select(0, finer).view_as(scale_C)
-
-
-def scale_plane(scale_C: Tensor) -> Tensor:
-    """Returns the plane of the scales' codes: packed, or on an accelerator as bits, which a look-up finds at once."""
-    if scale_C.is_cpu:
-        return pack(scale_code(scale_C), SCALE_BITS)
-    finer = scale_C.to(torch.float32).view(torch.int32) >> _SCALE_SHIFT - 1  # as in `scale_code`
-    return _bits_of_nearest(scale_C.device).index_select(0, finer)
-
-
-@functools.lru_cache(maxsize=16)
-def _bits_of_nearest(device: torch.device) -> Tensor:
-    return each_bit(_nearest_codes(torch.device("cpu")), SCALE_BITS).to(device)
 
 
 @functools.lru_cache(maxsize=16)
