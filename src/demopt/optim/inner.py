@@ -359,7 +359,7 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
             if type(each).__name__ == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
                 warn(
                     "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
-                    "and its bits are not those of whole matrices. Use demopt.muon_adamw, which gathers each matrix once"
+                    "and its bits are not those of whole matrices. Use demopt.muon_adamw, which gathers each once"
                 )
             for parameter in group["params"]:
                 if (first := holders.setdefault(id(parameter), number)) != number:
