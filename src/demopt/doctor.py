@@ -76,10 +76,8 @@ def doctor(
         if len(reached) == len(peers) * (len(peers) - 1):
             slowest = min(pair.bits_per_second for pair in reached)
             rate = f"{slowest / 1e9:.1f}Gbit" if slowest >= 1e9 else f"{slowest / 1e6:.2f}Mbit"
-            print(
-                "Does it pay? demopt plan --params YOURS --step-seconds YOURS "
-                f"--workers {len(peers)} --bandwidth {rate} --latency {trip:.2f}"
-            )
+            link = f"--workers {len(peers)} --bandwidth {rate} --latency {trip:.2f}"
+            print(f"Does it pay? demopt plan --params YOURS --step-seconds YOURS {link}")
     print(f"{faults} to fix" if faults else "nothing to fix")
     return 1 if faults else 0
 
@@ -151,10 +149,8 @@ def own_address(peers: list[str]) -> str:
         except (OSError, UnicodeError):
             raise InputError(f"--peers {peer}: no address for this name; give the address") from None
     if len(mine) != 1:
-        raise InputError(
-            f"--peers {' '.join(peers)}: wanted exactly one address of this machine ({', '.join(sorted(here))}), got "
-            f"{len(mine)}; name every machine once, in the same order on all"
-        )
+        wanted = f"wanted exactly one address of this machine ({', '.join(sorted(here))}), got {len(mine)}"
+        raise InputError(f"--peers {' '.join(peers)}: {wanted}; name every machine once, in the same order on all")
     return mine[0]
 
 

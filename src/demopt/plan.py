@@ -109,10 +109,8 @@ def _show(plan: "Plan", case: "Case | None") -> None:
             _alternatives(console, case)
     console.print(f"{in_words(plan.memory['LocalDeMo'])} (weights, gradients and optimizers in float32, per worker)")
     if sum(plan.memory["LocalDeMo"].values()) > CARD_BYTES:
-        console.print(
-            "That is more than a 24 GB card has: demopt train --lora, or LocalDeMo over FSDP2 inside each box "
-            "(docs/parallelism.md)."
-        )
+        other = "demopt train --lora, or LocalDeMo over FSDP2 inside each box (docs/parallelism.md)"
+        console.print(f"That is more than a 24 GB card has: {other}.")
     methods = list(next(iter(plan.calls.values())))
     tables: dict[str, Callable[[str, int], float]] = {"MB received per step": plan.received_megabytes}
     if case:
@@ -224,10 +222,8 @@ def of_count(text: str) -> Model:
 
     count = round(quantity(text))
     if not 0 < count <= MOST_PARAMETERS:
-        raise InputError(
-            f"--params is {text!r}; give a number of parameters from 1 to {MOST_PARAMETERS:,}, such as 124400000, 300M "
-            "or 1.2B"
-        )
+        wanted = f"a number of parameters from 1 to {MOST_PARAMETERS:,}, such as 124400000, 300M or 1.2B"
+        raise InputError(f"--params is {text!r}; give {wanted}")
     matrix = nn.Parameter(torch.empty(64, 64 * -(-count // 4096), device="meta"))
     return f"{count:,} parameters in full chunks", nn.ParameterList([matrix]), count
 

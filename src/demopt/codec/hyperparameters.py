@@ -96,10 +96,7 @@ _up_to_one = partial(check_number, high=1.0, closed_high=True)
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each.
-
-    Each has its check, which returns the value as it counts.
-    """
+    """The checked hyper-parameters of one parameter group, each with its check; `DeMo` describes them."""
 
     lr: Annotated[float, check_number]
     momentum_decay: Annotated[float, _up_to_one]  # 1: of LocalDeMo's error alone

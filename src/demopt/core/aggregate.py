@@ -34,10 +34,7 @@ def aggregate(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN:
 
 
 def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, pair_2CN: Tensor) -> None:
-    """`aggregate` of whole numbers, whose sums are exact in any order: all ranks, and their counts, in one operation.
-
-    Of `pair_2CN`, which is contiguous, the first half is the result; the second is overwritten with the counts.
-    """
+    """`aggregate` of whole numbers, exact in any order, in one operation. The contiguous pair's second gets counts."""
     world_size, (_, chunks, length), device = len(positions_WCK), pair_2CN.shape, pair_2CN.device
     counted = world_size > 1 and reduction != "mean"
     out, values = pair_2CN if counted else pair_2CN[:1], values_WCK.to(pair_2CN.dtype)

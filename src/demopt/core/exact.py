@@ -132,10 +132,7 @@ def _aligned(codes_WC: Tensor, guard: int, top_C: Tensor | None) -> tuple[Tensor
 
 @functools.lru_cache(maxsize=64)
 def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Look-up tables for `_aligned`, because a look-up is one operation.
-
-    Mantissas with `guard` bits below, rounded to the largest exponent, by code and by that exponent; units by exponent.
-    """
+    """Tables for `_aligned`: mantissas, with `guard` bits below, by code and largest exponent; units by exponent."""
     exponents = torch.arange(1 << EXPONENT_BITS, device="cpu")
     codes = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS, device="cpu")
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard

@@ -237,10 +237,7 @@ def newton_schulz(matrices_RS: Tensor) -> Tensor:
 
 
 def _mix(average: Tensor, new: Tensor, beta: float) -> None:
-    """average <- beta average + (1 - beta) new, in place, without a temporary or a fused multiply-add.
-
-    `add_(new, alpha=...)` is fused on some hardware and rounded twice on other hardware.
-    """
+    """average <- beta average + (1 - beta) new, in place. On some hardware, `add_(new, alpha=...)` rounds only once."""
     average.mul_(beta / (1 - beta)).add_(new).mul_(1 - beta)
 
 

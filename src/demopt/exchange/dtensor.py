@@ -40,10 +40,7 @@ def placed_as(local: Tensor, like: Any) -> Any:
 
 
 def whole_of(local: Tensor, like: Any) -> Tensor:
-    """Returns the tensor of which `local` is this process's shard, placed as the DTensor `like`; otherwise `local`.
-
-    The ranks that hold its shards call this together.
-    """
+    """Returns the whole whose shard `local` is, placed as `like`; all ranks with shards call it. Otherwise `local`."""
     return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local
 
 

@@ -70,10 +70,7 @@ def check_in_host_memory(what: str, tensor: Tensor) -> None:
 
 
 def as_contiguous(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in host memory as a contiguous one of `dtype`, of the same kind of numbers.
-
-    Raises TypeError or ValueError as `address`: before torch reads memory that is not there.
-    """
+    """Returns a tensor in host memory contiguous, as `dtype` of the same kind of numbers; raises as `address` does."""
     check_in_host_memory(what, tensor)
     if tensor.is_complex() or tensor.is_floating_point() != dtype.is_floating_point:
         raise TypeError(f"{what} is {tensor.dtype}; the kernel expects {dtype}")

@@ -120,10 +120,7 @@ def _check_matrix(what: str, given: Tensor, matrix: Any) -> None:
 
 
 def run(name: str, job: Any, elements: int) -> None:
-    """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left.
-
-    It returns after all threads, also if a signal comes, because the caller then frees the job's memory.
-    """
+    """Calls the kernel in as many threads as torch uses; ends after all, also at a signal: its memory is freed then."""
     loaded = library()
     function = partial(getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}"), ctypes.byref(job))
     others = torch.get_num_threads() - 1 if elements > _ALONE else 0

@@ -42,10 +42,7 @@ _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = 
 
 
 class InnerOptimizers:
-    """One or several torch optimizers; they refuse a step that no LocalDeMo takes, since no round would follow.
-
-    `given`: an optimizer, or a list of them. TypeError or ValueError if they cannot take local steps.
-    """
+    """Torch optimizers, one or a list, which refuse steps of others; TypeError or ValueError if one is unfit."""
 
     def __init__(self, given: Any) -> None:
         self.optimizers = _checked(given)
@@ -149,10 +146,7 @@ class InnerOptimizers:
             settings.restart()
 
     def facts(self, but: Collection[str] | None = None) -> dict[str, str]:
-        """Returns the facts that ranks must share, by name: classes, and settings of groups.
-
-        With `but`: without these, and those that were added later, as schedulers do.
-        """
+        """Returns the facts that ranks must share, by name; with `but`, without these and those that schedulers add."""
         facts = {"inner": self.classes}
         for number, settings in enumerate(self._follow()):
             for name, value in settings.given.items():

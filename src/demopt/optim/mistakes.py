@@ -85,10 +85,7 @@ def look_at_models(optimizer: Any) -> None:
 
 
 def _warn_of_statistics(model: nn.Module) -> None:
-    """Warns once of running statistics that each rank updates from its own data.
-
-    SyncBatchNorm averages them over the ranks itself; frozen ones do not change.
-    """
+    """Warns once of running statistics of each rank's own data: not SyncBatchNorm's, nor frozen ones."""
     found = {
         name: module
         for name, module in model.named_modules()

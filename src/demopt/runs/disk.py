@@ -87,10 +87,7 @@ class Disk(Store):
 
     @contextmanager
     def _at(self, name: str, make: bool = False) -> Iterator[tuple[str, int | None]]:
-        """Opens the folder of an object, without following links: what to call the object there, and a descriptor.
-
-        Where the system opens nothing relative to a descriptor, a path and None.
-        """
+        """Opens an object's folder, without links: its name there, and a descriptor; or a path and None, on Windows."""
         *folders, leaf = name.split("/")
         with self._opened() as here:
             place, below = str(self._root), list[int | None]()

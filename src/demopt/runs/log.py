@@ -234,10 +234,7 @@ def put_record(store: Store, record: Record) -> Record:
 
 
 def check_races(store: Store, record: Record, together: Callable[[list[Callable[[], bool]]], list[bool]]) -> None:
-    """Lets eight puts race for one name. ExchangeError if more than one wins, as where a server checks, then writes.
-
-    `together` makes calls side by side.
-    """
+    """Lets eight puts race for one name, side by side as `together` makes calls; ExchangeError if two win."""
     name = f"{checkpoint_name(record, 0)}.race"
     won = together([partial(store.put_if_absent, name, f"{racer}".encode()) for racer in range(8)])
     store.delete([name])

@@ -28,10 +28,7 @@ CLOUDS = ("s3", "gs", "az")
 
 
 class Store(ABC):
-    """Named objects of bytes. Names are relative to the run's folder, such as `rounds/00000012/manifest`.
-
-    A put is atomic: readers see all of an object or nothing.
-    """
+    """Objects of bytes, named as `rounds/00000012/manifest`. A put is atomic: readers see all of it or nothing."""
 
     address: str = "memory"
 

@@ -72,10 +72,7 @@ class Tokens:
 
 
 def _check_unchanged(file: Path, opened: os.stat_result) -> None:
-    """Raises DemoptError if a mapped file has changed; one that is deleted or replaced can be read on.
-
-    Where it shrinks a read ends the process, and what is written to it is learnt.
-    """
+    """DemoptError if a mapped file has changed: reads end the process where it shrinks. A replaced one stays."""
     with suppress(OSError):
         now = file.stat()
         same = (now.st_size, now.st_mtime_ns) == (opened.st_size, opened.st_mtime_ns)

@@ -107,10 +107,7 @@ class Connected(Training):
             checkpoint.save(self.out.checkpoints, saved, self.model, optimizer, self.team)
 
     def _reduce(self, rows: list[Row]) -> None:
-        """Replaces each row's loss by the mean over the ranks, shares out the batch, and hears who wants to stop.
-
-        One all-reduce. A rank's loss counts by its sequences.
-        """
+        """Makes losses means over ranks, by sequences; shares out the batch; hears who stops. One all-reduce."""
         team = self.team
         weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
         speeds = [self.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]

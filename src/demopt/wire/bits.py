@@ -21,10 +21,7 @@ Faults = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Plane:
-    """Consecutive numbers of equal width in a message: `count` values of `bits` bits per chunk.
-
-    The length of a plane, and the offset of each chunk in it, is therefore known before any data.
-    """
+    """Consecutive numbers of equal width: `count` of `bits` bits per chunk. So its length is known before any data."""
 
     count: int
     bits: int

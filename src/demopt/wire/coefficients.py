@@ -80,10 +80,7 @@ class Coefficients(ABC):
         return scale_of(self.codes)
 
     def compact(self) -> Coefficients:
-        """Returns a narrow copy, as kernels read it: 3 bytes per coefficient, if values are integers and N is small.
-
-        Nothing is lost of coefficients without a fault.
-        """
+        """Returns a narrow copy, as kernels read it, of coefficients without faults: 3 bytes for each, if integers."""
         narrow = {"codes": torch.int16, "positions": torch.int16 if self.length <= 1 << 15 else torch.int32}
         narrow |= {} if self.codes is None else {"numbers": torch.int8}
         changed: dict[str, Any] = {name: each.to(narrow.get(name, each.dtype)) for name, each in self.tensors.items()}

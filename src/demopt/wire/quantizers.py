@@ -45,10 +45,7 @@ class FloatQuantizer:
 
 
 class IntegerQuantizer:
-    """Sends levels -n to -1 and 1 to n: the lowest bit of a number is the sign, the rest the magnitude - 1.
-
-    `scale` maps the magnitudes [C, K] of chunks to their scales [C].
-    """
+    """Sends levels -n to -1, 1 to n, as sign (lowest bit) and magnitude - 1. `scale`: of magnitudes [C, K], to [C]."""
 
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
         self.bits = (2 * largest - 1).bit_length()
