@@ -129,7 +129,7 @@ def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch):
     named(monkeypatch, "10.1.2.3")
     team.refuse_loopback("10.1.2.4")
     monkeypatch.setenv(team.INTERFACE, "nowhere0")
-    with pytest.raises(InputError, match="GLOO_SOCKET_IFNAME is nowhere0, and this machine has"):
+    with pytest.raises(InputError, match="GLOO_SOCKET_IFNAME is nowhere0; this machine has"):
         team.gloo_address()
 
 

@@ -125,7 +125,7 @@ class Hyperparameters:
         if top_k is None and values != "sign":
             raise ValueError(f"top_k=None sends the signs of all coefficients; values is {values!r}")
         if top_k is not None and top_k > chunk * chunk:
-            raise ValueError(f"top_k is {top_k}; a {chunk} x {chunk} chunk has {chunk * chunk} coefficients, at most")
+            raise ValueError(f"top_k is {top_k}, but a {chunk} x {chunk} chunk has {chunk * chunk} coefficients")
         if made.exact and not QUANTIZERS[values].largest_level:
             raise ValueError(f"exact=True needs integers on the wire: values 'sign' or '2-bit', not {values!r}")
         return made

@@ -172,7 +172,7 @@ def resolve(process_group: Any) -> Exchange:
     if is_group:
         return Collective(process_group)
     raise TypeError(
-        f"process_group is {process_group!r}; give a torch ProcessGroup or DeviceMesh, an Exchange, or None"
+        f"process_group is {process_group!r}; give a ProcessGroup or DeviceMesh of torch, an Exchange, or None"
     )
 
 
