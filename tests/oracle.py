@@ -14,7 +14,7 @@ _LARGEST = reference.largest
 
 
 class Oracle:
-    """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference_step` in `dtype`.
+    """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference.step` in `dtype`.
 
     `aggregates` [P] holds the last step's U; `undecided` [P] where that of which the rule takes the sign was too close
     to zero, at any step so far, to mean anything: within `zero` of the largest of that parameter. `gap` is the smallest
@@ -25,13 +25,12 @@ class Oracle:
 
     def __init__(self, groups: list[Any], world_size: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11):
         self.groups: list[dict[str, Any]] = []
-        self.zero, self.dtype = zero, dtype
+        self.zero, self.dtype, self.gap = zero, dtype, float("inf")
         self.parameters: list[Tensor] = []
         self.momenta: list[list[Tensor]] = [[] for _ in range(world_size)]
         self.aggregates: list[Tensor] = []
         self.rule_state: list[reference.RuleState] = []
         self.undecided: list[Tensor] = []
-        self.gap = float("inf")
         for group in groups:
             self.add(group)
 
@@ -47,33 +46,26 @@ class Oracle:
 
     def step(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
         """`gradients[w][p]` over all groups' parameters in order; frozen parameters are left alone."""
-        first = 0
-        for group in self.groups:
-            trained = [first + n for n, parameter in enumerate(group["params"]) if parameter.requires_grad]
-            first += len(group["params"])
-            with mock.patch.object(reference, "largest", self._watched):
-                after = reference.reference_step(
-                    [self.parameters[n] for n in trained],
-                    [[of_rank[n] for n in trained] for of_rank in gradients],
-                    [[of_rank[n] for n in trained] for of_rank in self.momenta],
-                    group,
-                    [self.rule_state[n] for n in trained],
-                )
-            for place, n in enumerate(trained):
-                self.parameters[n] = after.parameters[place]
-                self.aggregates[n] = after.aggregates[place]
-                self._note_undecided(n, group)
-                self.rule_state[n] = after.rule_state[place]
-                for of_rank, momenta in zip(self.momenta, after.momenta, strict=True):
-                    of_rank[n] = momenta[place]
+        with mock.patch.object(reference, "largest", self._watched):
+            for n, (parameter, group) in enumerate(self._settings()):
+                if parameter.requires_grad:
+                    of_ranks = [of_rank[n] for of_rank in gradients], [of_rank[n] for of_rank in self.momenta]
+                    after = reference.step(self.parameters[n], *of_ranks, group, self.rule_state[n])
+                    self.parameters[n], momenta, self.aggregates[n], rule_state = after
+                    self._note_undecided(n, group)
+                    self.rule_state[n] = rule_state
+                    for of_rank, momentum in zip(self.momenta, momenta, strict=True):
+                        of_rank[n] = momentum
 
     def fail(self, gradients: Sequence[Sequence[Tensor | None]], poisoned: int | None = None) -> None:
         """A step that is not applied; the gradients of rank `poisoned` are not finite, and never enter its momenta."""
-        settings = [(parameter, group) for group in self.groups for parameter in group["params"]]
         for rank, of_rank in enumerate(self.momenta):
-            for n, (parameter, group) in enumerate(settings):
+            for n, (parameter, group) in enumerate(self._settings()):
                 if rank != poisoned and parameter.requires_grad:
                     of_rank[n] = reference.accumulate(of_rank[n], gradients[rank][n], group)
+
+    def _settings(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(parameter, group) for group in self.groups for parameter in group["params"]]
 
     def _watched(self, coefficients: list[float], K: int, codec: str) -> reference.Coefficients:
         magnitudes = sorted(map(abs, coefficients), reverse=True)

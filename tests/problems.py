@@ -6,7 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,12 +37,15 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 @dataclass(frozen=True)
 class History:
-    """A rank's fingerprints after each step; one of its rules' state, too, its parameters and momenta at the end."""
+    """A rank's fingerprints after each step; one of its rules' state, too, its parameters and momenta at the end.
+
+    Those of replicas are equal.
+    """
 
     fingerprints: list[int]
     state: int
-    parameters: list[Tensor]
-    momenta: list[Tensor]
+    parameters: list[Tensor] = field(compare=False)
+    momenta: list[Tensor] = field(compare=False)
 
 
 class OneOf(SingleRank):
@@ -121,6 +124,14 @@ def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: 
     for index, parameter in enumerate(parameters):
         found = draw(parameter.shape, seed, step, rank, index, dtype=parameter.dtype)
         parameter.grad = found if parameter.requires_grad else None
+
+
+def extracted(optimizer: DeMo | LocalDeMo, step: int = 0, rank: int = 0) -> Tensor:
+    """The message of a round with the gradients of a step."""
+    set_gradients(all_parameters(optimizer), step, rank)
+    if isinstance(optimizer, LocalDeMo):
+        optimizer.local_step()
+    return optimizer.extract()
 
 
 def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int) -> list[list[Tensor]]:

@@ -4,6 +4,7 @@
     outcomes = ranks.outcomes(function, world_size, *args)  # the same, with errors as values
     results = ranks.threads(function, world_size, *args)    # function(exchange, *args) in threads
     @ranks.each(world_size)                                 # each of these ranks runs the test, with its `rank`
+    @ranks.alike(world_size)                                # each thread does, with its `exchange`
 
 A function for processes lives at the top of its module, so that it can be found by name.
 """
@@ -143,6 +144,22 @@ def each(world_size: int, run: Callable[..., Any] = run) -> Callable[..., Any]:
 def _by_name(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
     function = getattr(importlib.import_module(module), name).__wrapped__
     function(**given, **({"rank": rank} if "rank" in inspect.signature(function).parameters else {}))
+
+
+def alike(world_size: int) -> Callable[..., Any]:
+    """Makes of a function a test that each of some threads runs, with its `exchange`; all must return the same."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            first, *others = threads(lambda exchange: function(exchange, **given), world_size)
+            assert others == [first] * (world_size - 1)
+
+        given = inspect.signature(function).parameters
+        test.__signature__ = inspect.Signature([given[name] for name in given if name != "exchange"])
+        return test
+
+    return wrap
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

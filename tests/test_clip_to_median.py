@@ -6,6 +6,8 @@ norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of e
 a signal that all ranks have, and noise of each; they know all other messages.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from demopt.core.agreement import FULL, trusted
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import ObjectStore
 from demopt.train.config import TrainConfig, resolve
-from demopt.wire.message import HEADER_BYTES, Header, pack_message
+from demopt.wire.message import HEADER_BYTES, pack_message
 from demopt.wire.quantizers import QUANTIZERS
 
 SHAPES = [(128, 128), (64, 64), (64,)]
@@ -27,24 +29,31 @@ def _gradient(rank, number, shape):
     return problems.draw(shape, 0, 1000 + number) + problems.draw(shape, 1 + rank, number)
 
 
-def _built(honest, lies, clip, **codec):
-    """LocalDeMos of honest ranks and of liars, with one local step each, and their messages."""
+def _built(honest, lies=(), clip=True, **codec):
+    """The LocalDeMo of the last of some liars and honest ranks, and the messages of all, after one local step each."""
     made = [*lies, *(lambda number, shape, rank=rank: _gradient(rank, number, shape) for rank in honest)]
-    optimizers, messages = [], []
+    messages = []
     for place, gradient in enumerate(made):
         exchange = problems.OneOf(place, len(made))
         optimizer = problems.local(exchange, SHAPES, chunk=64, route="gather", clip_to_median=clip, **codec)
         for number, parameter in enumerate(problems.all_parameters(optimizer)):
             parameter.grad = gradient(number, tuple(parameter.shape))
         optimizer.local_step()
-        optimizers.append(optimizer)
         messages.append(optimizer.extract())
-    return optimizers, torch.stack(messages)
+    return optimizer, torch.stack(messages)
 
 
-def _applied(optimizers, messages):
-    optimizers[-1].apply(messages)
-    return torch.cat([each.flatten() for each in problems.values(optimizers[-1])])
+def _decoded(optimizer, messages):
+    return optimizer.replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:])
+
+
+def _applied(optimizer, messages):
+    optimizer.apply(messages)
+    return torch.cat([each.flatten() for each in problems.values(optimizer)])
+
+
+def _update(*ranks, **settings):
+    return _applied(*_built(*ranks, **settings))
 
 
 LIES = {
@@ -57,24 +66,24 @@ LIES = {
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("lie", LIES)
 def test_security_one_of_four_that_lies_is_left_out(lie, codec):
-    honest = _applied(*_built([0, 1, 2], [], True, **codec))
-    assert torch.equal(_applied(*_built([0, 1, 2], [LIES[lie]], True, **codec)), honest)
-    assert not torch.equal(_applied(*_built([0, 1, 2], [LIES[lie]], False, **codec)), honest)
+    honest = _update([0, 1, 2], **codec)
+    assert torch.equal(_update([0, 1, 2], [LIES[lie]], **codec), honest)
+    assert not torch.equal(_update([0, 1, 2], [LIES[lie]], clip=False, **codec), honest)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_four_honest_ranks_all_count(codec):
     """The first three alone move the weights elsewhere."""
-    optimizers, messages = _built([0, 1, 2, 3], [], True, **codec)
-    route = optimizers[0].replicator.wiring().route
-    decoded = route.layout.checked(messages[:, HEADER_BYTES:])
-    assert route._trusted(decoded) is decoded
+    optimizer, messages = _built([0, 1, 2, 3], **codec)
+    decoded = _decoded(optimizer, messages)
+    assert optimizer.replicator.wiring().route._trusted(decoded) is decoded
 
 
 @pytest.mark.parametrize("count", [5, 8])
 def test_a_minority_that_agrees_with_itself_is_left_out(count):
-    lies, honest = [LIES["against all"]] * ((count - 1) // 2), list(range(count - (count - 1) // 2))
-    assert torch.equal(_applied(*_built(honest, lies, True)), _applied(*_built(honest, [], True)))
+    minority = (count - 1) // 2
+    honest = range(count - minority)
+    assert torch.equal(_update(honest, [LIES["against all"]] * minority), _update(honest))
 
 
 def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing():
@@ -83,7 +92,7 @@ def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing():
     def lie(number, shape):
         return _gradient(0, number, shape) + _gradient(1, number, shape) - 2 * _gradient(2, number, shape)
 
-    assert torch.equal(_applied(*_built([0, 1, 2], [lie], True)), _applied(*_built([0, 1], [], True)))
+    assert torch.equal(_update([0, 1, 2], [lie]), _update([0, 1]))
 
 
 def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
@@ -92,19 +101,17 @@ def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
         return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.25, lie, -lie)
 
     for honest, lie in (([0], LIES["flipped"]), ([0, 1, 2], in_part)):
-        assert not torch.equal(_applied(*_built(honest, [lie], True)), _applied(*_built(honest, [], True)))
+        assert not torch.equal(_update(honest, [lie]), _update(honest))
 
 
 def test_security_samples_count_up_to_the_medians():
     """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others; of two, each has its own."""
 
     def update(samples, clip, ranks=4):
-        optimizers, messages = _built([*range(ranks)], [], clip)
-        header, size = optimizers[0].replicator.round.header, messages.shape[1] - HEADER_BYTES
-        messages = messages.clone()
-        loud = Header(**{**vars(header), "samples": samples})
-        messages[0] = pack_message(loud, messages[0, HEADER_BYTES:], size=size, device=messages.device)
-        return _applied(optimizers, messages)
+        optimizer, messages = _built(range(ranks), clip=clip)
+        loud = replace(optimizer.replicator.round.header, rank=0, samples=samples)
+        messages[0] = pack_message(loud, messages[0, HEADER_BYTES:])
+        return _applied(optimizer, messages)
 
     assert torch.equal(update(2**32 - 1, True), update(1, True))
     assert not torch.equal(update(2**32 - 1, False), update(1, False))
@@ -113,8 +120,7 @@ def test_security_samples_count_up_to_the_medians():
 
 def test_flips_among_the_signs_are_weighed_by_the_scales_that_count():
     """Agreeing in chunks of scale 0 earns nothing: the other chunks are flipped."""
-    optimizers, messages = _built([0, 1, 2, 3], [], True)
-    decoded = optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:])
+    decoded = _decoded(*_built([0, 1, 2, 3]))
     agreed = torch.stack([each.agreement() for each in decoded]).sum(0)
     for each in decoded:
         each.codes[0, ::2] = 0
@@ -127,14 +133,11 @@ def test_flips_among_the_signs_are_weighed_by_the_scales_that_count():
 
 def test_agreement_is_the_literal_count():
     """Of signs of all coefficients against the slow count of equal and different ones, at equal scales."""
-    optimizers, messages = _built([0, 1, 2], [LIES["noise"]], True)
-    for each in optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:]):
+    for each in _decoded(*_built([0, 1, 2], [LIES["noise"]])):
         each.codes.fill_(2032)
         signs = 1 - 2 * each.negative.long()
-        literal = torch.einsum("wcn,vcn->wv", signs, signs) * FULL
-        found = each.agreement()[0]
-        off = ~torch.eye(4, dtype=torch.bool)
-        assert torch.equal(found[off], literal[off])
+        others = ~torch.eye(4, dtype=torch.bool)
+        assert torch.equal(each.agreement()[0][others], torch.einsum("wcn,vcn->wv", signs, signs)[others] * FULL)
 
 
 def test_folders_leave_out_liars_by_default():
@@ -159,18 +162,17 @@ ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 def _moved(codec, clip, scales):
     """How far each chunk of 16 x 16 (8 columns of vectors) is moved by one step of ranks with gradients so scaled."""
     settings = {"lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", "clip_to_median": clip}
-    optimizers, messages = [], []
+    messages = []
     for rank, scale in enumerate(scales):
-        optimizers.append(problems.demo(problems.OneOf(rank, len(scales)), SMALL, **settings, **codec))
-        problems.set_gradients(problems.all_parameters(optimizers[-1]), 0, rank)
-        for parameter in problems.all_parameters(optimizers[-1]):
+        optimizer = problems.demo(problems.OneOf(rank, len(scales)), SMALL, **settings, **codec)
+        problems.set_gradients(problems.all_parameters(optimizer), 0, rank)
+        for parameter in problems.all_parameters(optimizer):
             parameter.grad *= scale
-        messages.append(optimizers[-1].extract())
-    optimizers[0].apply(torch.stack(messages))
-    matrix, vector = (
-        (now.detach() - begun.detach()).double()
-        for now, begun in zip(problems.all_parameters(optimizers[0]), problems.parameters(SMALL), strict=True)
-    )
+        messages.append(optimizer.extract())
+    before = problems.values(optimizer)
+    optimizer.apply(torch.stack(messages))
+    pairs = zip(problems.values(optimizer), before, strict=True)
+    matrix, vector = ((now - then).double() for now, then in pairs)
     return torch.cat((matrix.unfold(0, 16, 16).unfold(1, 16, 16).flatten(2).norm(dim=2).flatten(), vector.norm()[None]))
 
 

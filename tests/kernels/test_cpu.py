@@ -11,8 +11,6 @@ import torch
 
 import hatch_build
 import problems
-import ranks
-from demopt import DeMo
 from demopt.core import exact, top_k, transform
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import chunking
@@ -204,24 +202,6 @@ def test_answer_is_the_error_plus_the_mean(level, length):
     unit = exact.aggregate_signs(bits.negative, bits.codes, (1, 2, 1), mean, False, None)
     assert torch.equal(sums, error + mean * unit.unsqueeze(1))
     assert torch.equal(signs, encode_signs(sums)[0])
-
-
-@pytest.mark.parametrize("update", ["signum", "adamw", "sgd"])
-def test_rank_without_kernels_stays_equal(update):
-    """With parameters of two dtypes; the order of their elements in memory does not matter either."""
-
-    def trained(exchange):
-        parameters = problems.parameters(problems.SHAPES, torch.bfloat16) + problems.parameters(problems.SHAPES, seed=1)
-        kernels = "torch" if exchange.rank == 1 else "auto"
-        if kernels == "torch":
-            parameters[6] = torch.nn.Parameter(parameters[6].detach().t().contiguous().t())
-        settings = {**problems.SMALL, "weight_decay": 0.1, "kernels": kernels, "update": update}
-        optimizer = DeMo(parameters, process_group=exchange, **settings)
-        for chunk_group in optimizer.replicator.wiring().chunk_groups:
-            assert (chunk_group.kernel is not None) == (kernels == "auto")
-        return problems.train(optimizer, range(4), exchange.rank)
-
-    problems.assert_replicas(ranks.threads(trained, 3))
 
 
 def _signs_of_many_chunks():

@@ -5,7 +5,7 @@ import torch
 
 import problems
 import ranks
-from demopt import ExchangeError, LocalDeMo, MessageError, SettingsError
+from demopt import ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank, Threads
 
 
@@ -16,13 +16,13 @@ def test_regroup_after_a_rank_has_left(settings, leaver):
 
     def shrink(exchange):
         optimizer = problems.demo(exchange, **settings)
-        problems.train(optimizer, range(3), exchange.rank)
+        problems.fingerprints(optimizer, range(3), exchange.rank)
         if exchange.rank == leaver:
-            return None
+            return []
         other = fewer[exchange.rank - (exchange.rank > leaver)]
         with problems.unchanged(optimizer):
             optimizer.regroup(other)
-        return problems.train(optimizer, range(3, 6), other.rank).fingerprints
+        return problems.fingerprints(optimizer, range(3, 6), other.rank)
 
     one, other = filter(None, ranks.threads(shrink, 3))
     assert one == other
@@ -38,25 +38,23 @@ def test_rank_that_joins_takes_the_weights_of_rank_0(trained):
     def grow(exchange):
         alone = SingleRank() if trained else exchange
         optimizer = problems.demo(fewer[exchange.rank] if exchange.rank < 2 else alone, seed=exchange.rank // 2)
+        mark = optimizer.fingerprint()
         if exchange.rank < 2 or trained:
-            problems.train(optimizer, range(2), exchange.rank)
-        mark, momenta = optimizer.fingerprint(), problems.momenta(optimizer)
-        if exchange.rank < 2 or trained:
+            mark = problems.fingerprints(optimizer, range(2), exchange.rank)[-1]
             with problems.unchanged(optimizer):
                 optimizer.regroup(exchange)
+        momenta = problems.momenta(optimizer)
         if not trained:
             optimizer.resync(0)
         assert problems.same(problems.momenta(optimizer), momenta)
         rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
-        problems.train(optimizer, [2], exchange.rank)
-        kept = optimizer.fingerprint() == mark
+        kept = problems.fingerprints(optimizer, [2], exchange.rank) == [mark]
         optimizer.param_groups[0]["lr"] = rate
-        return kept, problems.train(optimizer, range(3, 6), exchange.rank).fingerprints
+        return kept, problems.fingerprints(optimizer, range(3, 6), exchange.rank)
 
-    grown = ranks.threads(grow, 3)
-    assert [kept for kept, _ in grown] == [True, True, False]
-    assert all(marks == grown[0][1] for _, marks in grown)
-    assert len({*grown[0][1]}) == 3
+    (kept, marks), *others = ranks.threads(grow, 3)
+    assert [kept, others] == [True, [(True, marks), (False, marks)]]
+    assert len({*marks}) == 3
 
 
 def test_regroup_does_not_wait_for_the_round_in_flight():
@@ -81,59 +79,47 @@ def test_regroup_does_not_wait_for_the_round_in_flight():
     assert len(set(one)) == 4
 
 
-@pytest.mark.parametrize(("kind", "delay"), [("DeMo", 0), ("LocalDeMo", 0), ("LocalDeMo", 1)])
-def test_state_loaded_on_one_rank_changes_nothing(kind, delay):
+@pytest.mark.parametrize(("kind", "more"), [("DeMo", {}), ("LocalDeMo", {}), ("LocalDeMo", {"delay": 1})], ids=str)
+@ranks.alike(3)
+def test_state_loaded_on_one_rank_changes_nothing(exchange, kind, more):
     """The others compare settings with it in their next round, find them equal, and repeat that."""
-
-    def loaded_alone(exchange):
-        more = {} if kind == "DeMo" else {"delay": delay}
-        optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW), process_group=exchange, **more)
-        marks = problems.fingerprints(optimizer, range(3), exchange.rank)
-        if isinstance(optimizer, LocalDeMo):
-            optimizer.flush()
-        if exchange.rank == 1:
-            problems.warned(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # of local weights
-        return marks + problems.fingerprints(optimizer, range(3, 9), exchange.rank)
-
-    marks = ranks.threads(loaded_alone, 3)
-    assert all(mark == marks[0] for mark in marks)
-    assert len(set(marks[0])) >= 4
+    optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW), process_group=exchange, **more)
+    marks = problems.fingerprints(optimizer, range(3), exchange.rank)
+    if kind == "LocalDeMo":
+        optimizer.flush()
+    if exchange.rank == 1:
+        problems.warned(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # of local weights
+    marks += problems.fingerprints(optimizer, range(3, 9), exchange.rank)
+    assert len(set(marks)) >= 4
+    return marks
 
 
+@pytest.mark.parametrize("repairs", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("undone", ["load", "rollback"])
-def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(undone, rounds):
+@pytest.mark.parametrize(("undone", "error"), [("load", SettingsError), ("rollback", MessageError)])
+@ranks.alike(2)
+def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(exchange, undone, error, rounds, repairs):
     """Also the first, after which the others still compare gradients."""
-
-    def undoes(exchange, repairs):
-        optimizer = problems.two_way(exchange, route="gather", delay=1)
-        problems.fingerprints(optimizer, range(rounds), exchange.rank)
-        if exchange.rank == 1:
-            optimizer.load_state_dict(optimizer.state_dict()) if undone == "load" else optimizer.rollback()
-        if repairs:
-            optimizer.resync(0)
-            return problems.fingerprints(optimizer, range(3, 6), exchange.rank)
-        with pytest.raises((SettingsError, MessageError), match=rf"step.* {rounds - 1}") as told:
-            problems.fingerprints(optimizer, range(3, 6), exchange.rank)
-        return told.type
-
-    assert set(ranks.threads(undoes, 2, False)) == {SettingsError if undone == "load" else MessageError}
-    one, other = ranks.threads(undoes, 2, True)
-    assert one == other
+    optimizer = problems.two_way(exchange, route="gather", delay=1)
+    problems.fingerprints(optimizer, range(rounds), exchange.rank)
+    if exchange.rank == 1:
+        optimizer.load_state_dict(optimizer.state_dict()) if undone == "load" else optimizer.rollback()
+    if repairs:
+        optimizer.resync(0)
+        return problems.fingerprints(optimizer, range(3, 6), exchange.rank)
+    with pytest.raises(error, match=rf"step.* {rounds - 1}"):
+        problems.fingerprints(optimizer, range(3, 6), exchange.rank)
+    return None
 
 
-def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other():
+@ranks.alike(2)
+def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other(exchange):
     """Over ranks in threads too, each has an exchange of its own."""
-
-    def work(exchange):
-        both = [problems.local(exchange, [shape], sync_every=2, delay=1) for shape in ((32, 16), (20,))]
-        marks = [m for step in range(6) for each in both for m in problems.fingerprints(each, [step], exchange.rank)]
-        for each in both:
-            each.flush()
-        return [*marks, *(each.fingerprint() for each in both)]
-
-    one, other = ranks.threads(work, 2)
-    assert one == other
+    both = [problems.local(exchange, [shape], sync_every=2, delay=1) for shape in ((32, 16), (20,))]
+    marks = [m for step in range(6) for each in both for m in problems.fingerprints(each, [step], exchange.rank)]
+    for each in both:
+        each.flush()
+    return [*marks, *(each.fingerprint() for each in both)]
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -149,23 +135,17 @@ def test_failed_step_leaves_no_loss_scale(local):
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerprints():
+@ranks.alike(2)
+def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerprints(exchange):
     """Only rank 0 has loaded the weights, and the step is due for a fingerprint."""
-
-    def resumed(exchange):
-        optimizer = problems.demo(exchange, fingerprint_every=2)
-        optimizer.replicator.round_number.fill_(2)
-        if exchange.rank == 1:
-            problems.all_parameters(optimizer)[0].data.add_(1.0)
-        return problems.train(optimizer, range(2), exchange.rank).fingerprints  # no DriftError
-
-    first, second = ranks.threads(resumed, 2)
-    assert first == second
+    optimizer = problems.demo(exchange, fingerprint_every=2)
+    optimizer.replicator.round_number.fill_(2)
+    if exchange.rank == 1:
+        problems.all_parameters(optimizer)[0].data.add_(1.0)
+    return problems.train(optimizer, range(2), exchange.rank)  # no DriftError
 
 
-def test_resync_of_ranks_with_other_parameters_is_refused_on_all():
-    def work(exchange):
-        with pytest.raises(SettingsError, match=r"rank 1 has tensor 0 to copy = .*\[4\] where rank 0 has .*\[3\]"):
-            problems.demo(exchange, [(3 + exchange.rank,)]).resync()
-
-    ranks.threads(work, 2)
+@ranks.alike(2)
+def test_resync_of_ranks_with_other_parameters_is_refused_on_all(exchange):
+    with pytest.raises(SettingsError, match=r"rank 1 has tensor 0 to copy = .*\[4\] where rank 0 has .*\[3\]"):
+        problems.demo(exchange, [(3 + exchange.rank,)]).resync()

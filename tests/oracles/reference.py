@@ -11,7 +11,7 @@ Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole chunk
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,51 +29,43 @@ WIRE = {"float64": torch.float64, "float32": torch.float32}
 VALUE_BITS = {"float64": 64, "float32": 32, "2-bit": 2, "sign": 1}
 
 
-class ReferenceStep(NamedTuple):
-    """The result of one step on every rank."""
-
-    parameters: list[Tensor]  # [P], the same on every rank
-    momenta: list[list[Tensor]]  # [W][P], each (R, C)
-    aggregates: list[Tensor]  # [P], U of algorithm 1, before the update rule
-    rule_state: list[RuleState]  # [P], the update rule's state, the same on every rank
-
-
-def reference_step(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor | None]],
-    momenta: Sequence[Sequence[Tensor]],
+def step(
+    parameter: Tensor,
+    gradients: Sequence[Tensor | None],
+    momenta: Sequence[Tensor],
     settings: Settings,
-    rule_state: Sequence[RuleState] | None = None,
-) -> ReferenceStep:
-    """Does one step of every rank (arXiv 2411.19870, algorithm 1).
+    rule_state: RuleState | None = None,
+) -> tuple[Tensor, list[Tensor], Tensor, RuleState]:
+    """Does one step of a parameter on W ranks (arXiv 2411.19870, algorithm 1).
 
-    `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. The
-    computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with the same names;
-    `rule_state[p]` is the update rule's state after the last step, empty before the first.
+    Returns the parameter, what is left of each momentum, U before the update rule, and the rule's new state. A gradient
+    of None is zero. The computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with
+    the same names; `rule_state` is what the last step returned.
 
     Examples:
         >>> settings = dict(lr=0.1, momentum_decay=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
         ...                 reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
         ...                 chunking="divisor", maximize=False)
         >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> step = reference_step([x], [[g]], [[zero_momentum(x, settings)]], settings)
-        >>> step.momenta[0][0].tolist()  # the two largest are gone: they were sent
-        [[0.5, 1.0], [0.0, 0.0]]
-        >>> step.aggregates[0].tolist()
-        [[0.0, 0.0], [1.5, 2.0]]
+        >>> _, momenta, U, _ = step(x, [g], [zero_momentum(x, settings)], settings)
+        >>> momenta[0].tolist(), U.tolist()  # the two largest are gone: they were sent
+        ([[0.5, 1.0], [0.0, 0.0]], [[0.0, 0.0], [1.5, 2.0]])
     """
-    steps = [
-        _parameter_step(x, [g[p] for g in gradients], [m[p] for m in momenta], settings)
-        for p, x in enumerate(parameters)
-    ]
-    before = [{}] * len(parameters) if rule_state is None else rule_state
-    updates = [update(x, U, settings, k) for x, (_, U), k in zip(parameters, steps, before, strict=True)]
-    return ReferenceStep(
-        parameters=[x for x, _ in updates],
-        momenta=[[m[w] for m, _ in steps] for w in range(len(momenta))],
-        aggregates=[U for _, U in steps],
-        rule_state=[k for _, k in updates],
-    )
+    r, c = chunk_shape(parameter.shape, settings)
+    K = kept_per_chunk(r * c, settings) if parameter.numel() else 0
+    bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
+    after = [accumulate(m, g, settings) for m, g in zip(momenta, gradients, strict=True)]
+    aggregate = torch.zeros_like(after[0])
+    for chunk in chunks(aggregate, r, c):
+        messages = []
+        for momentum in after:
+            sent = largest(forward(momentum[chunk], bases), K, settings["values"])
+            momentum[chunk] -= settings["alpha"] * inverse(sent, momentum[chunk], bases)
+            messages.append(sent)
+        aggregate[chunk] = inverse(reduce(messages, settings["reduction"]), aggregate[chunk], bases)
+    U = unpad(aggregate, parameter)
+    X, new_state = update(parameter, U, settings, rule_state or {})
+    return X, after, U, new_state
 
 
 def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -96,10 +88,6 @@ def chunk_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
     Examples:
         >>> chunk_shape((128, 50257), dict(chunk=64, chunking="divisor"))
         (64, 29)
-        >>> chunk_shape((128, 50257), dict(chunk=64, chunking="padded"))
-        (64, 64)
-        >>> chunk_shape((192,), dict(chunk=64, chunking="padded"))
-        (1, 64)
     """
     rows, columns = matrix_shape(shape)
     return _chunk_side(rows, settings), _chunk_side(columns, settings)
@@ -121,16 +109,12 @@ def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
     no more bits than the kept values with their positions.
 
     Examples:
-        >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="divisor", values="float32"))
-        32
         >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="padded", values="float32"))
         8
         >>> kept_per_chunk(4, dict(top_k=4, chunk=2, chunking="padded", values="float32"))
         4
     """
-    N: int = chunk_elements
-    top_k: int = settings["top_k"]
-    chunk: int = settings["chunk"]
+    N, top_k, chunk = chunk_elements, int(settings["top_k"]), int(settings["chunk"])
     if settings["chunking"] == "divisor":
         return min(N, top_k)
     K = min(N, max(1, math.floor(top_k * N / chunk**2 + 0.5)))
@@ -142,10 +126,6 @@ def position_bits(K: int, N: int) -> int:
     """Returns the bits of K positions among N, in the shorter of two codes: all bits of each, or Elias-Fano's.
 
     Elias-Fano: floor(log2(N / K)) low bits of each; of the rest, one bit a position and one for each step upwards.
-
-    Examples:
-        >>> position_bits(32, 4096), position_bits(1, 64)
-        (287, 6)
     """
     low = math.floor(math.log2(N / K))
     return min(K * math.ceil(math.log2(N)), K * low + K + (N - 1 >> low))
@@ -160,27 +140,7 @@ def basis(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _dct_entry(k: int, x: int, n: int) -> float:
-    scale = math.sqrt((1 if k == 0 else 2) / n)
-    return scale * math.cos(math.pi * (2 * x + 1) * k / (2 * n))
-
-
-def _parameter_step(
-    parameter: Tensor, gradients: list[Tensor | None], momenta: list[Tensor], settings: Settings
-) -> tuple[list[Tensor], Tensor]:
-    """Runs algorithm 1 up to U for one parameter on W ranks; returns what is left of each momentum, and U."""
-    r, c = chunk_shape(parameter.shape, settings)
-    K = kept_per_chunk(r * c, settings) if parameter.numel() else 0
-    bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
-    momenta = [accumulate(m, g, settings) for m, g in zip(momenta, gradients, strict=True)]
-    aggregate = torch.zeros_like(momenta[0])
-    for chunk in chunks(momenta[0], r, c):
-        messages = []
-        for momentum in momenta:
-            sent = largest(forward(momentum[chunk], bases), K, settings["values"])
-            momentum[chunk] -= settings["alpha"] * inverse(sent, momentum[chunk], bases)
-            messages.append(sent)
-        aggregate[chunk] = inverse(reduce(messages, settings["reduction"]), aggregate[chunk], bases)
-    return momenta, unpad(aggregate, parameter)
+    return math.sqrt((1 if k == 0 else 2) / n) * math.cos(math.pi * (2 * x + 1) * k / (2 * n))
 
 
 def accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
@@ -250,12 +210,7 @@ def _round_up(n: int, side: int) -> int:
 
 
 def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[Tensor, RuleState]:
-    """Returns the direction phi(U) and the rule's state for the next one.
-
-    Examples:
-        >>> phi(torch.tensor([1.0]), {"update": "nesterov(beta=0.5)"}, {"V": torch.tensor([2.0])})
-        (tensor([2.]), {'V': tensor([2.])})
-    """
+    """Returns the direction phi(U) and the rule's state for the next one."""
     rule, V = rule_of(settings["update"]), rule_state.get("V", torch.zeros_like(U))
     if isinstance(rule, Signum):  # arXiv 2411.19870, section 3
         return U.sign(), {}
@@ -278,12 +233,7 @@ def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[
 
 
 def newton_schulz(U: Tensor) -> Tensor:
-    """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
-
-    Examples:
-        >>> newton_schulz(torch.eye(2, dtype=torch.float64)).diagonal().round(decimals=2)
-        tensor([1.1100, 1.1100], dtype=torch.float64)
-    """
+    """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|."""
     norm = U.square().sum().sqrt()
     X = U / norm if norm > 0 else U
     for _ in range(5):
@@ -301,7 +251,7 @@ def local_round(
     """Returns the global weights [P] and the errors [W][P] after a round of LocalDeMo.
 
     Each rank has moved from the global weights by local steps to `local_weights` [W][P]. Its pseudo-gradient D goes
-    through `reference_step` with the error as its momentum (e <- e + T(D), the sent part leaves e), the global weights
+    through `step` with the error as its momentum (e <- e + T(D), the sent part leaves e), the global weights
     move by the mean, and errors decay (e <- b e). `settings` has error_decay, outer_lr, top_k, chunk, transform,
     reduction and values, as LocalDeMo has them.
 
@@ -316,6 +266,11 @@ def local_round(
     """
     as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, "alpha": 1.0, "gradient_scale": "sum"}
     as_demo |= {"chunking": "padded", "update": "sgd", "weight_decay": 0.0, "maximize": False}
-    pseudo_gradients = [[start - end for start, end in zip(global_weights, own, strict=True)] for own in local_weights]
-    step = reference_step(global_weights, pseudo_gradients, errors, as_demo)
-    return step.parameters, [[settings["error_decay"] * error for error in of_rank] for of_rank in step.momenta]
+    after, left = [], [list[Tensor]() for _ in errors]
+    for n, start in enumerate(global_weights):
+        pseudo_gradients = [start - of_rank[n] for of_rank in local_weights]
+        X, momenta, _, _ = step(start, pseudo_gradients, [of_rank[n] for of_rank in errors], as_demo)
+        after.append(X)
+        for of_rank, momentum in zip(left, momenta, strict=True):
+            of_rank.append(settings["error_decay"] * momentum)
+    return after, left

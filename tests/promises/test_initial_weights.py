@@ -30,35 +30,31 @@ def _train(rank, world_size, kind, case):
     if rank == odd:
         differ([parameter.data for parameter in parameters])
     optimizer = problems.optimizer_of(kind, parameters, **({} if kind == "DeMo" else {"sync_every": 1}))
+    start, histories = problems.values(optimizer), []
     optimizer.param_groups[0]["lr"] = 0.0
-    start, found = problems.values(optimizer), []
-    warned = problems.warned(lambda: found.append(problems.train(optimizer, range(1), rank)))
+    warned = problems.warned(lambda: histories.append(problems.train(optimizer, range(1), rank)))
     optimizer.param_groups[0]["lr"] = 0.1
-    return start, warned, found[0], problems.train(optimizer, range(1, 3), rank)
+    return start, warned, [*histories, problems.train(optimizer, range(1, 3), rank)]
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("case", CASES)
 def test_initial_weights_come_from_rank_0_with_a_warning(case, kind):
-    (start, told, *histories), *others = ranks.run(_train, 3, kind, case)
-    assert f"of {CASES[case][0]} differ from rank 0's" in told[0]
-    assert len(told) == 1
-    assert all(warned == [] for _, warned, *_ in others), "once, not once per rank"
-    for number, history in enumerate(histories):
-        problems.assert_replicas([history, *(of_rank[number] for _, _, *of_rank in others)])
+    (start, (told,), histories), *others = ranks.run(_train, 3, kind, case)
+    assert f"of {CASES[case][0]} differ from rank 0's" in told
+    assert [warned for _, warned, _ in others] == [[], []], "once, not once per rank"
+    for of_round in zip(histories, *(each for *_, each in others), strict=True):
+        problems.assert_replicas(of_round)
     assert problems.same(histories[0].parameters, start)
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_added_parameters_with_other_values_become_those_of_rank_0():
-    def added(exchange):
-        optimizer = problems.demo(exchange)
-        problems.train(optimizer, range(1), exchange.rank)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.full((3,), float(exchange.rank)))]})
-        return problems.train(optimizer, range(1, 3), exchange.rank).fingerprints
-
-    first, second = ranks.threads(added, 2)
-    assert first == second
+@ranks.alike(2)
+def test_added_parameters_with_other_values_become_those_of_rank_0(exchange):
+    optimizer = problems.demo(exchange)
+    problems.train(optimizer, range(1), exchange.rank)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.full((3,), float(exchange.rank)))]})
+    return problems.train(optimizer, range(1, 3), exchange.rank)
 
 
 def model_of(seed=0):
@@ -128,38 +124,34 @@ def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_r
         assert found == told(kind, (other(), give(model_of()))) == ["", ""]
 
 
+def with_frozen(*tensors):
+    return [*plain(model_of()), *(nn.Parameter(each, requires_grad=False) for each in tensors)]
+
+
 @pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind, dtype):
-    def given(seed):
-        frozen = (torch.arange(12).view(3, 4) % (2 + seed)).to(dtype)
-        return [*plain(model_of()), nn.Parameter(frozen, requires_grad=False)]
-
-    first, second = given(0), given(1)
+    first, second = (with_frozen((torch.arange(12).view(3, 4) % modulus).to(dtype)) for modulus in (2, 3))
     assert told(kind, [first, second]) == ["", ""]
     assert torch.equal(first[-1].view(torch.uint8), second[-1].view(torch.uint8))
 
 
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(3, 4), (2,)], []], ids=str)
 def test_frozen_parameters_that_only_one_rank_has_are_named(shapes):
-    def given(shapes):
-        return [*plain(model_of()), *(nn.Parameter(torch.ones(each), requires_grad=False) for each in shapes)]
-
-    assert all("rank 1 has frozen parameter" in each for each in told("LocalDeMo", [given([(3, 4)]), given(shapes)]))
+    found = told("LocalDeMo", [with_frozen(torch.ones(3, 4)), with_frozen(*map(torch.ones, shapes))])
+    assert all("rank 1 has frozen parameter" in each for each in found)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who):
-    def work(exchange):
-        optimizer = DeMo(problems.parameters([(8, 8), (8,), (8, 8)]), process_group=exchange)
-        problems.train(optimizer, range(2), exchange.rank)
-        if exchange.rank == who:
-            optimizer.param_groups[0]["params"] = swapped(optimizer.param_groups[0]["params"], 0, 2)
-        return str(problems.refusal(optimizer, 2, exchange.rank))
-
-    for found in ranks.threads(work, 2):
-        assert found.startswith("rank 1 has parameter 0 where rank 0 has it at place 2: give the parameters")
+@ranks.alike(2)
+def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(exchange, who):
+    optimizer = DeMo(problems.parameters([(8, 8), (8,), (8, 8)]), process_group=exchange)
+    problems.train(optimizer, range(2), exchange.rank)
+    if exchange.rank == who:
+        optimizer.param_groups[0]["params"] = swapped(optimizer.param_groups[0]["params"], 0, 2)
+    error = str(problems.refusal(optimizer, 2, exchange.rank))
+    assert error.startswith("rank 1 has parameter 0 where rank 0 has it at place 2: give the parameters")
 
 
 @pytest.mark.parametrize("given", [plain, named])
@@ -170,11 +162,11 @@ def test_worker_of_a_folder_with_another_order_does_not_join(given):
         run = FolderExchange(store, late=0.0, patience=0.0)
         optimizer = problems.optimizer_of("LocalDeMo", of, process_group=run)
         optimizer.join()
-        return optimizer
+        return optimizer.fingerprint()
 
     first = worker(given(model_of()))
     model, other = model_of(), model_of()
     with pytest.raises(SettingsError, match=r"-[0-9a-f]{8} has parameter 0.* where the run in .* has it at place 4"):
         worker(swapped(given(other)))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert worker(plain(model_of(3))).fingerprint() == first.fingerprint()
+    assert problems.same([*model.parameters()], [*other.parameters()])
+    assert worker(plain(model_of(3))) == first

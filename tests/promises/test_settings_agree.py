@@ -26,17 +26,14 @@ def _assert_named(error, odd, *names):
 
 
 @pytest.mark.parametrize("name", OTHER)
-@pytest.mark.parametrize(("world_size", "odd"), [(2, 0), (3, 2)])
-def test_differing_setting_of_all_groups_or_of_the_second_alone_is_named_with_its_rank(world_size, odd, name):
-    def work(exchange):
-        other = {name: OTHER[name]} if exchange.rank == odd else {}
-        groups = [{"params": problems.parameters([(20,)])}, {"params": problems.parameters(problems.FEW), **other}]
-        both = problems.demo(exchange, **other), DeMo(groups, process_group=exchange, **problems.SMALL)
-        return [problems.refusal(each, rank=exchange.rank) for each in both]
-
-    for of_all, of_second in ranks.threads(work, world_size):
-        _assert_named(of_all, odd, f"'{name}'", str(OTHER[name]))
-        _assert_named(of_second, odd, f"'{name}'", str(OTHER[name]), "[1]")
+@pytest.mark.parametrize("odd", [0, 2])
+@ranks.alike(3)
+def test_differing_setting_of_all_groups_or_of_the_second_alone_is_named_with_its_rank(exchange, odd, name):
+    other = {name: OTHER[name]} if exchange.rank == odd else {}
+    groups = [{"params": problems.parameters([(20,)])}, {"params": problems.parameters(problems.FEW), **other}]
+    both = problems.demo(exchange, **other), DeMo(groups, process_group=exchange, **problems.SMALL)
+    for optimizer, place in zip(both, ("[0]", "[1]"), strict=True):
+        _assert_named(problems.refusal(optimizer, rank=exchange.rank), odd, f"{place}['{name}']", str(OTHER[name]))
 
 
 def test_differing_settings_cover_every_setting():
@@ -58,50 +55,43 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_differing_models_are_refused(kind):
-    def work(exchange):
-        of = (MODELS[kind] if exchange.rank == 1 else list)(problems.parameters(problems.FEW))
-        return problems.refusal(DeMo(of, process_group=exchange, **problems.SMALL), rank=exchange.rank)
-
-    for error in ranks.threads(work, 2):
-        _assert_named(error, 1, "param_groups[")
+@ranks.alike(2)
+def test_differing_models_are_refused(exchange, kind):
+    of = (MODELS[kind] if exchange.rank == 1 else list)(problems.parameters(problems.FEW))
+    optimizer = DeMo(of, process_group=exchange, **problems.SMALL)
+    _assert_named(problems.refusal(optimizer, rank=exchange.rank), 1, "param_groups[")
 
 
 @ranks.each(2)
 def test_differing_version_route_and_hardware_are_refused(rank):
     """Hardware (threads, precision), which can change bits of muon, not of signum; settings are named before it."""
-    found = {}
+
+    def refusal(update):
+        return problems.refusal(problems.demo(shapes=[(32, 16)], update=update), rank=rank)
+
     wiring.VERSION += rank
-    found["version"] = problems.refusal(problems.demo(), rank=rank)
+    _assert_named(refusal("signum"), 1, "version")
     wiring.VERSION -= rank
-    found["route"] = problems.refusal(problems.two_way(route=["gather", "owner"][rank]), rank=rank)
+    _assert_named(problems.refusal(problems.two_way(route=["gather", "owner"][rank]), rank=rank), 1, "route")
     torch.set_num_threads(1 + rank)
-    for name, updates in {"muon": ("muon", "muon"), "signum": ("signum", "signum"), "both": ("muon", "signum")}.items():
-        found[name] = problems.refusal(problems.demo(shapes=[(32, 16)], update=updates[rank]), rank=rank)
+    _assert_named(refusal("muon"), 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
+    assert refusal("signum") is None
+    _assert_named(refusal(["muon", "signum"][rank]), 1, "param_groups[0]['update']")
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(["highest", "high"][rank])
-    found["precision"] = problems.refusal(problems.demo(shapes=[(32, 16)], update="muon"), rank=rank)
+    _assert_named(refusal("muon"), 1, "its hardware", "float32 products high", "float32 products highest")
     torch.set_float32_matmul_precision("highest")
-    _assert_named(found["version"], 1, "version")
-    _assert_named(found["route"], 1, "route")
-    _assert_named(found["muon"], 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
-    _assert_named(found["precision"], 1, "its hardware", "float32 products high", "float32 products highest")
-    assert found["signum"] is None
-    _assert_named(found["both"], 1, "param_groups[0]['update']")
 
 
-def test_settings_in_equivalent_forms_agree():
+@ranks.alike(3)
+def test_settings_in_equivalent_forms_agree(exchange):
     """1, 1.0 and a tensor of it are equal; so are a rule and its name, and groups with a scheduler's additions."""
-
-    def work(exchange):
-        lr, update = [(1, "lion"), (1.0, Lion()), (torch.tensor(1.0), "lion(beta2=.99)")][exchange.rank]
-        optimizer = problems.demo(exchange, lr=lr, update=update)
-        if exchange.rank == 0:
-            optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
-            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        return problems.train(optimizer, range(2), exchange.rank)
-
-    problems.assert_replicas(ranks.threads(work, 3))
+    lr, update = [(1, "lion"), (1.0, Lion()), (torch.tensor(1.0), "lion(beta2=.99)")][exchange.rank]
+    optimizer = problems.demo(exchange, lr=lr, update=update)
+    if exchange.rank == 0:
+        optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return problems.train(optimizer, range(2), exchange.rank)
 
 
 @pytest.mark.parametrize(
@@ -113,49 +103,38 @@ def test_settings_in_equivalent_forms_agree():
         (lambda o: o.add_param_group({"params": problems.parameters([(3,)])}), "[1]['lr'] = "),
     ],
 )
-def test_settings_changed_later_are_named_before_apply(change, said):
+@ranks.alike(3)
+def test_settings_changed_later_are_named_before_apply(exchange, change, said):
     """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
-
-    def changed_later(exchange):
-        optimizer = problems.demo(exchange)
-        problems.train(optimizer, range(2), exchange.rank)
-        if exchange.rank == 1:
-            change(optimizer)
-        return problems.refusal(optimizer, rank=exchange.rank)
-
-    for found in ranks.threads(changed_later, 3):
-        _assert_named(found, 1, f"rank 1 has param_groups{said}")
+    optimizer = problems.demo(exchange)
+    problems.train(optimizer, range(2), exchange.rank)
+    if exchange.rank == 1:
+        change(optimizer)
+    _assert_named(problems.refusal(optimizer, rank=exchange.rank), 1, f"rank 1 has param_groups{said}")
 
 
-def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until_they_agree():
+@ranks.alike(2)
+def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until_they_agree(exchange):
     """A rank with a round in flight hears of another layout at its next round, after which it sends anew."""
-
-    def changed_in_flight(exchange):
-        optimizer, frozen = problems.local(exchange, sync_every=1, delay=1), exchange.rank == 1
-        problems.train(optimizer, range(2), exchange.rank)
-        optimizer.param_groups[0]["params"][1].requires_grad_(not frozen)
-        for step in (2, 3) if frozen else (2, 3, 4, 5):
-            sends = step % 2 == 0 and not frozen
-            with nullcontext() if sends else pytest.raises(SettingsError, match=r"\[1\] = float32 \[17, 19\], frozen"):
-                problems.train(optimizer, range(step, step + 1), exchange.rank)
-        optimizer.param_groups[0]["params"][1].requires_grad_(True)
-        problems.train(optimizer, range(6, 8), exchange.rank)
-        optimizer.flush()
-        return int(optimizer.replicator.round_number), optimizer.fingerprint(state=True)
-
-    one, other = ranks.threads(changed_in_flight, 2)
-    assert one == other
-    assert one[0] == 4
+    optimizer, frozen = problems.local(exchange, delay=1), exchange.rank == 1
+    problems.train(optimizer, range(2), exchange.rank)
+    optimizer.param_groups[0]["params"][1].requires_grad_(not frozen)
+    for step in (2, 3) if frozen else (2, 3, 4, 5):
+        sends = step % 2 == 0 and not frozen
+        with nullcontext() if sends else pytest.raises(SettingsError, match=r"\[1\] = float32 \[17, 19\], frozen"):
+            problems.train(optimizer, [step], exchange.rank)
+    optimizer.param_groups[0]["params"][1].requires_grad_(True)
+    problems.train(optimizer, range(6, 8), exchange.rank)
+    optimizer.flush()
+    assert int(optimizer.replicator.round_number) == 4
+    return optimizer.fingerprint(state=True)
 
 
-def test_inner_settings_are_compared_as_they_are_at_the_first_step():
+@ranks.alike(2)
+def test_inner_settings_are_compared_as_they_are_at_the_first_step(exchange):
     """Rank 0 gets its learning rate after construction."""
-
-    def equal_by_then(exchange):
-        first = exchange.rank == 0
-        inner = functools.partial(torch.optim.SGD, lr=0.1 if first else 1, foreach=first)  # which changes no result
-        optimizer = problems.local(exchange, inner=inner)
-        optimizer.param_groups[0]["lr"] = torch.tensor(1.0) if first else 1
-        problems.train(optimizer, range(1), exchange.rank)
-
-    ranks.threads(equal_by_then, 2)
+    first = exchange.rank == 0
+    inner = functools.partial(torch.optim.SGD, lr=0.1 if first else 1, foreach=first)  # which changes no result
+    optimizer = problems.local(exchange, inner=inner)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1.0) if first else 1
+    problems.train(optimizer, range(1), exchange.rank)

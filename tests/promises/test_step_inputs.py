@@ -36,12 +36,8 @@ def test_closure_failure_sends_and_changes_nothing():
     recorder = problems.Recorder()
     optimizer = problems.demo(recorder)
     problems.set_gradients(problems.all_parameters(optimizer), 0)
-
-    def closure():
-        raise ArithmeticError("the loss failed")
-
-    with problems.unchanged(optimizer, recorder), pytest.raises(ArithmeticError, match="the loss failed"):
-        optimizer.step(closure)
+    with problems.unchanged(optimizer, recorder), pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
     optimizer.step()
 
 
@@ -155,22 +151,20 @@ def test_sparse_gradients_are_refused_before_sending(done):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal():
-    """All of them at once."""
-
-    def work(exchange):
-        parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
-        before = [parameter.detach().clone() for parameter in parameters]
-        optimizer = DeMo(parameters, update="sgd", process_group=exchange, **{**problems.SMALL, "lr": 0.5})
-        history = problems.train(optimizer, range(3), exchange.rank)
-        for parameter, was, momentum in zip(parameters, before, history.momenta, strict=True):
-            assert (parameter.shape, parameter.dtype) == (was.shape, was.dtype)
-            assert momentum.dtype == torch.promote_types(parameter.dtype, torch.float32)
-            assert bool(parameter.isfinite().all())
-            assert parameter.numel() == 0 or not torch.equal(parameter, was), parameter.shape
-        return history
-
-    problems.assert_replicas(ranks.threads(work, 3))
+@pytest.mark.parametrize("update", ["signum", "adamw", "sgd"])
+@ranks.alike(3)
+def test_step_trains_each_shape_and_dtype_at_once_and_keeps_replicas_equal_also_without_kernels(exchange, update):
+    parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
+    before = [parameter.detach().clone() for parameter in parameters]
+    more = {"lr": 0.5, "update": update, "kernels": "torch" if exchange.rank == 1 else "auto"}
+    optimizer = DeMo(parameters, process_group=exchange, **{**problems.SMALL, **more})
+    history = problems.train(optimizer, range(3), exchange.rank)
+    for parameter, was, momentum in zip(parameters, before, history.momenta, strict=True):
+        assert (parameter.shape, parameter.dtype) == (was.shape, was.dtype)
+        assert momentum.dtype == torch.promote_types(parameter.dtype, torch.float32)
+        assert bool(parameter.isfinite().all())
+        assert parameter.numel() == 0 or not torch.equal(parameter, was), parameter.shape
+    return history
 
 
 #: The same values, some in a part of a larger tensor of 77s.
@@ -191,15 +185,12 @@ def test_step_ignores_strides(strides, strided_gradient, bits_by):
         plain, other = Parameter(values.clone()), Parameter(strided(values))
         assert torch.equal(plain, other)
         address, stride = other.data_ptr(), other.stride()
-        histories = []
-        for parameter in (plain, other):
-            optimizer = DeMo([parameter], weight_decay=0.1, **problems.SMALL)
 
-            def spread(_, parameter=parameter, other=other):
-                if strided_gradient and parameter is other:
-                    parameter.grad = strided(parameter.grad)
+        def spread(_, other=other):
+            other.grad = strided(other.grad) if strided_gradient and other.grad is not None else other.grad
 
-            histories.append(problems.train(optimizer, range(3), before_step=spread))
+        optimizers = [DeMo([parameter], weight_decay=0.1, **problems.SMALL) for parameter in (plain, other)]
+        histories = [problems.train(optimizer, range(3), before_step=spread) for optimizer in optimizers]
         assert problems.same_history(*histories), shape
         assert (other.data_ptr(), other.stride()) == (address, stride), "updated in place"
         memory = torch.empty(0).set_(other.detach().untyped_storage())
@@ -229,24 +220,24 @@ def test_nonfinite_gradient_skips_on_all_ranks(settings, world_size, bad_ranks, 
 
         for step in range(4):
             momenta, before = problems.momenta(optimizer), [each.clone() for each in weights_and_rules()]
-            histories.append(problems.train(optimizer, [step], exchange.rank, spoil))
-            after, is_bad = histories[-1], step == bad_step
+            after, is_bad = problems.train(optimizer, [step], exchange.rank, spoil), step == bad_step
             assert optimizer.stats.skipped == is_bad
             assert problems.same(weights_and_rules(), before) == is_bad
             assert problems.same(momenta, after.momenta) == (is_bad and exchange.rank in bad_ranks)
             assert all(bool(tensor.isfinite().all()) for tensor in after.parameters + after.momenta)
             payloads.add(optimizer.stats.payload_bytes)
+            histories.append(after)
         assert len(payloads) == 1
         return histories
 
-    for of_step in zip(*ranks.threads(work, world_size), strict=True):
-        problems.assert_replicas(of_step)
+    first, *others = ranks.threads(work, world_size)
+    assert others == [first] * len(others)
 
 
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(kind):
+@pytest.mark.parametrize("make", [problems.demo, problems.local])
+def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(make):
     def work(exchange):
-        optimizer = problems.demo(exchange) if kind == "DeMo" else problems.local(exchange)
+        optimizer = make(exchange)
 
         def spoil(step):
             if exchange.rank == 1 and step not in (15, 40):

@@ -17,99 +17,68 @@ from oracles import wire as literal
 pytestmark = pytest.mark.usefixtures("bits_by")
 
 
-@st.composite
-def _numbers(draw):
-    width = draw(st.integers(1, 32))
-    return draw(st.lists(st.integers(0, 2**width - 1), max_size=40)), width
+@given(st.data(), st.integers(1, 32), st.integers(1, 3))
+def test_pack_equals_one_big_integer_and_unpack_returns_each_row(data, width, rows):
+    numbers = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=40))
+    packed = pack(torch.tensor(numbers, dtype=torch.int64), width)
+    assert packed.dtype == torch.uint8
+    assert bytes(packed.tolist()) == literal.packed(numbers, width)
+    for each in (packed.expand(rows, -1), bits_of(packed.expand(rows, -1))):
+        assert unpack(each, width, len(numbers)).tolist() == [numbers] * rows
 
 
-@given(_numbers(), st.integers(1, 3))
-def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case, rows):
-    numbers, width = case
-    data = pack(torch.tensor(numbers, dtype=torch.int64), width)
-    assert data.dtype == torch.uint8
-    assert bytes(data.tolist()) == literal.packed(numbers, width)
-    assert data.numel() == -(-len(numbers) * width // 8)
-    assert unpack(data.expand(rows, -1), width, len(numbers)).tolist() == [numbers] * rows
-    assert unpack(bits_of(data.expand(rows, -1)), width, len(numbers)).tolist() == [numbers] * rows
-
-
-@st.composite
-def _case(draw):
-    """The length of chunks, and their positions: random ones, the first and the last."""
-    length = draw(st.integers(1, 300))
-    keep = draw(st.integers(1, length) | st.sampled_from([1, max(1, length - 1)]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    order = torch.rand(draw(st.integers(1, 9)), length, generator=generator)
-    positions = order.argsort(dim=1)[:, :keep].sort(dim=1).values
+@given(st.data(), st.integers(1, 300))
+def test_index_code_bits_are_literal_and_round_trip(data, length):
+    """Of positions that are random, the first and the last."""
+    keep = data.draw(st.integers(1, length) | st.sampled_from([1, max(1, length - 1)]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    order = torch.rand(data.draw(st.integers(1, 9)), length, generator=generator)
     ends = torch.arange(keep), torch.arange(length - keep, length)
-    return length, torch.cat((positions, torch.stack(ends)))
-
-
-@given(_case())
-def test_index_code_bits_are_literal_and_round_trip(case):
-    length, positions = case
-    chunks, keep = positions.shape
+    positions = torch.cat((order.argsort(dim=1)[:, :keep].sort(dim=1).values, torch.stack(ends)))
     code = index_code(keep, length)
     planes = code.encode(positions)
     assert [bytes(plane.tolist()) for plane in planes] == literal.index_planes(positions.tolist(), length)
-    assert [plane.numel() for plane in planes] == [plane.size(chunks) for plane in code.planes]
+    assert [plane.numel() for plane in planes] == [plane.size(len(positions)) for plane in code.planes]
     assert sum(plane.count * plane.bits for plane in code.planes) == code.bits
     if keep < length:
-        assert torch.equal(code.decode([plane.unsqueeze(0) for plane in planes], chunks)[0][0], positions)
+        assert torch.equal(code.decode([plane.unsqueeze(0) for plane in planes], len(positions))[0][0], positions)
+
+
+def _assert_rank_1_refused(code, rows, says):
+    with pytest.raises(MessageError, match=says) as caught:
+        refuse(code.decode(rows, chunks=1)[1])
+    assert caught.value.rank == 1
 
 
 def test_index_map_refuses_a_wrong_number_of_ones():
     code = index_code(keep=4, length=16)
-    planes = code.encode(torch.tensor([[1, 6, 7, 12]]))
-    rows = [plane.repeat(3, 1) for plane in planes]
-    for changed in (rows[1][2] | 16, rows[1][2] & 254):
-        damaged = rows[1].clone()
-        damaged[2] = changed
-        with pytest.raises(MessageError, match="4 ones") as caught:
-            refuse(code.decode([rows[0], damaged], chunks=1)[1])
-        assert caught.value.rank == 2
+    lows, maps = (plane.repeat(2, 1) for plane in code.encode(torch.tensor([[1, 6, 7, 12]])))
+    for changed in (maps[1] | 16, maps[1] & 254):
+        _assert_rank_1_refused(code, [lows, torch.stack([maps[0], changed])], "4 ones")
 
 
-@pytest.mark.parametrize(
-    ("positions", "says"),
-    [
-        *(([1, 5, 3], "do not ascend"), ([1, 5, 5], "do not ascend"), ([5, 1, 6], "do not ascend")),
-        ([3, 5, 10], "out of range in a chunk of 10"),
-    ],
-)
-def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions, says):
+@pytest.mark.parametrize("positions", [[1, 5, 3], [1, 5, 5], [5, 1, 6], [3, 5, 10]], ids=str)
+def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions):
     code = IndexCode(keep=3, length=10, low=4, width=0)
     rows = torch.stack([code.encode(torch.tensor([each]))[0] for each in ([1, 5, 9], positions)])
-    with pytest.raises(MessageError, match=says) as caught:
-        refuse(code.decode([rows], chunks=1)[1])
-    assert caught.value.rank == 1
-
-
-_FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
-
-
-@st.composite
-def _chunks(draw):
-    """Numbers of few bits, so that the order of summation does not change their mean."""
-    scale = draw(st.integers(-90, 90))
-    keep = draw(st.integers(1, 9))
-    number = st.integers(-(2**12), 2**12).map(lambda n: math.ldexp(n, scale))
-    return draw(st.lists(st.lists(number, min_size=keep, max_size=keep), min_size=1, max_size=9))
+    says = "out of range in a chunk of 10" if 10 in positions else "do not ascend"
+    _assert_rank_1_refused(code, [rows], says)
 
 
 @pytest.mark.parametrize("values", QUANTIZERS)
 @settings(max_examples=40)
-@given(chunks=_chunks())
-def test_quantizer_bits_equal_literal(values, chunks):
-    numbers = torch.tensor(chunks, dtype=torch.float64 if values == "float64" else torch.float32)
-    planes = QUANTIZERS[values].encode(numbers)
+@given(data=st.data(), keep=st.integers(1, 9), scale=st.integers(-90, 90))
+def test_quantizer_bits_equal_literal(values, data, keep, scale):
+    """Of numbers of few bits, so that the order of summation does not change their mean."""
+    number = st.integers(-(2**12), 2**12).map(lambda n: math.ldexp(n, scale))
+    chunks = data.draw(st.lists(st.lists(number, min_size=keep, max_size=keep), min_size=1, max_size=9))
+    dtype = torch.float64 if values == "float64" else torch.float32
+    planes = QUANTIZERS[values].encode(torch.tensor(chunks, dtype=dtype))
     assert [bytes(plane.tolist()) for plane in planes] == literal.value_planes(chunks, values)
-    keep = numbers.shape[1]
     assert [p.numel() for p in planes] == [plane.size(len(chunks)) for plane in QUANTIZERS[values].planes(keep)]
 
 
-@given(st.lists(_FLOATS, min_size=1, max_size=40))
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=40))
 def test_scale_code_is_the_nearest(scales):
     codes = scale_code(torch.tensor(scales).abs()).tolist()
     assert codes == [literal.scale_code(abs(struct.unpack("<f", struct.pack("<f", s))[0])) for s in scales]

@@ -41,12 +41,11 @@ def _assert_same(one, other):
         assert bool((one.positions == other.positions).all())
 
 
-@given(st.data())
-def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(data):
+@given(st.data(), LENGTHS, st.integers(0, 40), st.sampled_from([*QUANTIZERS]), st.integers(1, 3))
+def test_section_decodes_any_run_of_chunks_of_any_rank_alone_and_from_its_cut(data, length, chunks, values, world_size):
     """An owner's part equals the message of a rank with these chunks alone; what is kept narrow widens to the same."""
-    length = data.draw(LENGTHS)
-    keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from([*QUANTIZERS]))
-    section, world_size = Section(data.draw(st.integers(0, 40)), length, keep, values), data.draw(st.integers(1, 3))
+    keep = data.draw(st.integers(1, min(length, 40)))
+    section = Section(chunks, length, keep, values)
     granule = SIGN_GRANULE if section.all_signs else GRANULE
     start = granule * data.draw(st.integers(0, section.chunks // granule))
     stop = min(section.chunks, start + granule * data.draw(st.integers(0, section.chunks)))

@@ -37,49 +37,42 @@ GOLDEN = {
 }
 
 
-def _sections(values):
-    shapes = zip(POSITIONS, LENGTHS, strict=True)
-    return tuple(Section(len(chunks), length, len(chunks[0]), values) for chunks, length in shapes)
-
-
 @pytest.mark.parametrize("values", QUANTIZERS)
-def test_message_bytes_equal_golden_and_follow_from_the_format(values):
-    """Built once more in plain Python."""
-    parts = zip(_sections(values), POSITIONS, NUMBERS, strict=True)
+def test_golden_message_is_packed_follows_from_the_format_and_is_read_back(values):
+    """The format once more in plain Python."""
+    cases = [*zip(POSITIONS, NUMBERS, LENGTHS, strict=True)]
+    literally = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
+    assert literal.message(literally, vars(HEADER)).hex(" ", 8) == GOLDEN[values]
+    layout = Layout(tuple(Section(len(p), length, len(p[0]), values) for p, _, length in cases))
+    parts = zip(layout.sections, POSITIONS, NUMBERS, strict=True)
     data = [torch.cat(section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64))) for section, p, n in parts]
-    message = pack_message(HEADER, *data, size=Layout(_sections(values)).size)
+    message = pack_message(HEADER, *data, size=layout.size)
     assert bytes(message.tolist()).hex(" ", 8) == GOLDEN[values]
-    cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
-    sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
-    assert literal.message(sections, vars(HEADER)).hex(" ", 8) == GOLDEN[values]
+    messages = torch.stack([pack_message(replace(HEADER, rank=rank), message[64:]) for rank in range(3)])
+    headers = read_headers(messages)
+    assert check_headers(headers, replace(HEADER, rank=0), layout.size) == HEADER.flags
+    assert vars(HEADER).items() <= headers[1]._asdict().items()
+    bodies = layout.bodies(messages[:, 64:])
+    for section, body, positions, numbers in zip(layout.sections, bodies, POSITIONS, NUMBERS, strict=True):
+        found = section.checked(body).chunks(0, section.chunks)
+        if isinstance(found, Strongest):
+            assert found.positions[1].tolist() == positions
+            assert values in ("sign", "2-bit") or found.values[1].tolist() == numbers
+        else:
+            assert torch.equal(found.values[1].sign(), torch.tensor(numbers).sign())
 
 
 def test_message_of_another_optimizer_that_was_cut_is_told_apart_from_a_corrupted_one():
-    message = torch.tensor(list(bytes.fromhex(GOLDEN["float32"])), dtype=torch.uint8)[: flag.HEADER_BYTES + 16]
+    message = _tensor(bytes.fromhex(GOLDEN["float32"]))[: flag.HEADER_BYTES + 16]
     with pytest.raises(MessageError, match="its header has 48 bytes, as of another optimizer"):
         check_headers(read_headers(message[None]), replace(HEADER, rank=0, world_size=1), 16)
 
 
-@pytest.mark.parametrize("values", QUANTIZERS)
-def test_check_reads_golden_messages(values):
-    message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)
-    layout = Layout(_sections(values))
-    rows = [pack_message(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
-    messages = torch.stack([rows[0], message, rows[1]])
-    headers = read_headers(messages)
-    assert check_headers(headers, replace(HEADER, rank=0), layout.size) == HEADER.flags
-    assert vars(HEADER).items() <= headers[1]._asdict().items()
-    for number, (section, data) in enumerate(zip(layout.sections, layout.bodies(messages[:, 64:]), strict=True)):
-        coefficients = section.checked(data).chunks(0, section.chunks)
-        if not isinstance(coefficients, Strongest):
-            assert torch.equal(coefficients.values[1].sign(), torch.tensor(NUMBERS[number]).sign())
-            continue
-        assert coefficients.positions[1].tolist() == POSITIONS[number]
-        if values not in ("sign", "2-bit"):
-            assert coefficients.values[1].tolist() == NUMBERS[number]
-
-
 BODY = 24
+
+
+def _tensor(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _resealed(message, at, form, value):
@@ -88,7 +81,7 @@ def _resealed(message, at, form, value):
     struct.pack_into("<" + form, data, at, value)
     struct.pack_into("<Q", data, 56, 0)
     struct.pack_into("<Q", data, 56, literal.checksum(bytes(data)))
-    return torch.frombuffer(data, dtype=torch.uint8).clone()
+    return _tensor(data)
 
 
 FIELDS = {
@@ -110,9 +103,8 @@ FIELDS = {
 
 
 def _three():
-    return torch.stack(
-        [pack_message(replace(HEADER, rank=rank), torch.full((BODY,), rank, dtype=torch.uint8)) for rank in range(3)]
-    )
+    bodies = [torch.full((BODY,), rank, dtype=torch.uint8) for rank in range(3)]
+    return torch.stack([pack_message(replace(HEADER, rank=rank), body) for rank, body in enumerate(bodies)])
 
 
 def _check(messages, answers=False):
@@ -196,25 +188,19 @@ def test_check_ignores_how_many_are_checked_at_once(at_once, monkeypatch):
     assert _refused(messages, "checksum").rank == 2
 
 
-def test_handshake_due_ignores_corrupted_messages():
-    messages = _three()
-    assert not handshake_due(read_headers(messages))
-    for changed in ({"flags": flag.NEW_LAYOUT | flag.NONFINITE}, {"settings": 1}):
-        messages[2] = pack_message(replace(HEADER, rank=2, **changed), torch.zeros(BODY, dtype=torch.uint8))
-        assert handshake_due(read_headers(messages))
-        messages[2, 70] ^= 1
-        assert not handshake_due(read_headers(messages))
-
-
-def test_numbers_of_optimizers_are_compared_where_both_are_known():
-    for number, differs in ((0, False), (0x1211, False), (0x1210, True)):
-        messages, settings = _three(), HEADER.settings & ~flag.OPTIMIZER | number
-        messages[2] = pack_message(replace(HEADER, rank=2, settings=settings), torch.zeros(BODY, dtype=torch.uint8))
-        assert handshake_due(read_headers(messages)) == differs
-        if differs:
+def test_handshake_is_due_where_known_numbers_of_optimizers_or_settings_differ_but_not_if_corrupted():
+    alike = {}, {"settings": HEADER.settings & ~flag.OPTIMIZER}  # the number 0: not known
+    other_settings = {"settings": 1}, {"settings": HEADER.settings ^ 1}
+    for changed in (*alike, *other_settings, {"flags": flag.NEW_LAYOUT | flag.NONFINITE}):
+        messages = _three()
+        messages[2] = pack_message(replace(HEADER, rank=2, **changed), messages[2, 64:])
+        assert handshake_due(read_headers(messages)) == (changed not in alike)
+        if changed in other_settings:
             _refused(messages, "settings digest")
         else:
-            check_headers(read_headers(messages), HEADER, BODY)
+            _check(messages)
+        messages[2, 70] ^= 1
+        assert not handshake_due(read_headers(messages))
 
 
 def test_check_names_the_first_bad_rank_whatever_is_wrong():
@@ -223,10 +209,6 @@ def test_check_names_the_first_bad_rank_whatever_is_wrong():
     assert _refused(messages, "checksum").rank == 1
     messages[0] = _resealed(messages[0], 6, "H", 16)
     assert _refused(messages, "unknown flags").rank == 0
-
-
-def _tensor(data):
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("words", [1, 2, 7, 100, 3000, 2**16 + 5])
