@@ -31,10 +31,6 @@ CHUNK = 4
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
 
 
-def pairs(optimizer):
-    return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class Sequence(RuleBasedStateMachine):
     """The actions."""
 
@@ -81,19 +77,11 @@ class Sequence(RuleBasedStateMachine):
         return self.threads.run(guarded)
 
     def gradients(self):
+        """Of all ranks, which have them."""
         self.draws += 1
-        return [
-            [
-                problems.draw(p.shape, self.draws, rank, number, dtype=torch.float64) if p.requires_grad else None
-                for number, (p, _) in enumerate(pairs(self.optimizers[rank]))
-            ]
-            for rank in range(self.world_size)
-        ]
-
-    def give(self, rank, gradients):
-        for (parameter, _), gradient in zip(pairs(self.optimizers[rank]), gradients[rank], strict=True):
-            parameter.grad = gradient
-        return self.optimizers[rank]
+        for rank, optimizer in enumerate(self.optimizers):
+            problems.set_gradients(problems.all_parameters(optimizer), self.draws, rank)
+        return [[parameter.grad for parameter in problems.all_parameters(each)] for each in self.optimizers]
 
     # Actions
 
@@ -108,13 +96,13 @@ class Sequence(RuleBasedStateMachine):
         number %= len(gradients[0])
         if missing is not None and all(group["reduction"] == "mean" for group in self.optimizers[0].param_groups):
             # (of equal coefficients, such as zeros, any may be sent, and senders are counted)
-            gradients[missing][number] = None
+            gradients[missing][number] = problems.all_parameters(self.optimizers[missing])[number].grad = None
         bad = gradients[nan_on][number] if nan_on is not None else None
         if bad is not None:
             bad.view(-1)[0] = torch.nan
 
         def work(rank):
-            optimizer = self.give(rank, gradients)
+            optimizer = self.optimizers[rank]
             if how == "step":
                 optimizer.step()
             elif how == "closure":
@@ -142,12 +130,11 @@ class Sequence(RuleBasedStateMachine):
             link.due = fails
 
         def work(rank):
-            optimizer = self.give(rank, gradients)
             if fails:
-                optimizer.step()
+                self.optimizers[rank].step()
             else:
-                optimizer.extract()
-                optimizer.rollback()
+                self.optimizers[rank].extract()
+                self.optimizers[rank].rollback()
 
         outcomes = self.everywhere(work)
         assert all(isinstance(outcome, ExchangeError) if fails else outcome is None for outcome in outcomes)
@@ -178,7 +165,8 @@ class Sequence(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3))
     def freeze_or_unfreeze(self, number):
         for optimizer in self.optimizers:
-            parameter = pairs(optimizer)[number % len(pairs(optimizer))][0]
+            parameters = problems.all_parameters(optimizer)
+            parameter = parameters[number % len(parameters)]
             parameter.grad = None
             parameter.requires_grad_(not parameter.requires_grad)
 
@@ -218,15 +206,15 @@ class Sequence(RuleBasedStateMachine):
     def equals_the_oracle(self):
         if not hasattr(self, "optimizers"):
             return
-        for optimizer in self.optimizers[1:]:
-            for (one, _), (other, _) in zip(pairs(optimizer), pairs(self.optimizers[0]), strict=True):
-                assert torch.equal(one, other), "the replicas have drifted"
-        for number, (parameter, group) in enumerate(pairs(self.optimizers[0])):
-            torch.testing.assert_close(parameter.detach(), self.model.parameters[number], **TIGHT)
-            for rank, optimizer in enumerate(self.optimizers):
-                of_rank, wanted = pairs(optimizer)[number][0], self.model.momenta[rank][number]
-                if of_rank in optimizer.state:
-                    momentum = oracle.dense(optimizer.state[of_rank]["momentum"], of_rank, group)
+        values = problems.values(self.optimizers[0])
+        torch.testing.assert_close(values, self.model.parameters, **TIGHT)
+        for rank, optimizer in enumerate(self.optimizers):
+            assert problems.same(problems.values(optimizer), values), "the replicas have drifted"
+            settings = [group for group in optimizer.param_groups for _ in group["params"]]
+            of_rank = zip(problems.all_parameters(optimizer), settings, self.model.momenta[rank], strict=True)
+            for parameter, group, wanted in of_rank:
+                if parameter in optimizer.state:
+                    momentum = oracle.dense(optimizer.state[parameter]["momentum"], parameter, group)
                     torch.testing.assert_close(momentum, wanted, **TIGHT)
                 else:
                     assert not wanted.any(), "only what never trained has no state"

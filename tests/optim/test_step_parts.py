@@ -8,7 +8,7 @@ from torch import nn
 
 import problems
 import ranks
-from demopt import LocalDeMo, MessageError
+from demopt import MessageError
 from demopt.exchange import SingleRank, Threads
 
 
@@ -22,8 +22,7 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
     def run(exchange):
         optimizer, results = _optimizer(exchange), []
         for step in range(3):
-            problems.set_gradients(problems.all_parameters(optimizer), step, exchange.rank)
-            results.append(optimizer.exchange(optimizer.extract()).clone())
+            results.append(optimizer.exchange(problems.extracted(optimizer, step, exchange.rank)).clone())
             optimizer.apply(results[-1])
         return results, optimizer.fingerprint(state=True)
 
@@ -41,8 +40,7 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
 
     def go_on(exchange):
         optimizer = _optimizer(exchange)
-        problems.set_gradients(problems.all_parameters(optimizer), 0, exchange.rank)
-        optimizer.step()
+        problems.fingerprints(optimizer, [0], exchange.rank)
         for messages in results[1:]:  # of another session
             optimizer.apply(messages)
         return optimizer.fingerprint(state=True)
@@ -52,9 +50,8 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
 
 def test_profile_names_the_stages_of_a_step():
     optimizer = _optimizer(SingleRank())
-    problems.set_gradients(problems.all_parameters(optimizer), 0, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        optimizer.step()
+        problems.fingerprints(optimizer, [0])
     assert {f"demopt.{stage}" for stage in optimizer.stats.seconds} <= {event.key for event in profile.key_averages()}
 
 
@@ -64,34 +61,22 @@ MAKERS = (
 )
 
 
-def _made(make, exchange, seed=0):
-    """An optimizer that may extract."""
-    optimizer = make(exchange)
-    problems.set_gradients(problems.all_parameters(optimizer), 0, seed)
-    if isinstance(optimizer, LocalDeMo):
-        optimizer.local_step()
-    return optimizer
-
-
 def _outcome(optimizer):
     return [*problems.values(optimizer), *problems.momenta(optimizer)]
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_check_refuses_like_apply_and_changes_nothing(make):
-    optimizer = _made(make, SingleRank())
-    messages = optimizer.exchange(optimizer.extract()).clone()
+    optimizer = make(SingleRank())
+    messages = optimizer.exchange(problems.extracted(optimizer)).clone()
     others = messages.clone()
     with problems.unchanged(optimizer):
-        messages[0, -1] ^= 1
-        with pytest.raises(MessageError):
+        for refuses in (optimizer.replicator.check, optimizer.apply):
+            messages[0, -1] ^= 1  # also after it was checked
+            with pytest.raises(MessageError):
+                refuses(messages)
+            messages[0, -1] ^= 1
             optimizer.replicator.check(messages)
-        messages[0, -1] ^= 1
-        optimizer.replicator.check(messages)
-        messages[0, -1] ^= 1  # after it was checked
-        with pytest.raises(MessageError):
-            optimizer.apply(messages)
-        messages[0, -1] ^= 1
         others[0, -1] ^= 1
         while messages._version != others._version:
             min(messages, others, key=lambda each: each._version).add_(0)
@@ -107,28 +92,27 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
     fewer = Threads(2, 60.0).exchanges
 
     def lose_one(exchange):
-        optimizer = _made(make, exchange, exchange.rank)
+        optimizer = make(exchange)
         with pytest.raises(RuntimeError, match="call extract first"):
             optimizer.replicator.detach_round()
-        optimizer.extract()
+        problems.extracted(optimizer, 0, exchange.rank)
         with pytest.raises(RuntimeError, match="apply or rollback first"):
             optimizer.extract()
         detached = optimizer.replicator.detach_round()
         if exchange.rank == 2:
             optimizer.replicator.mark_applied(detached)
-            return _outcome(optimizer)
-        optimizer.regroup(fewer[exchange.rank])
-        optimizer.apply(optimizer.exchange(optimizer.replicator.attach_round(detached)))
+        else:
+            optimizer.regroup(fewer[exchange.rank])
+            optimizer.apply(optimizer.exchange(optimizer.replicator.attach_round(detached)))
         return _outcome(optimizer)
 
-    def calm(exchange, seed=None):
-        optimizer = _made(make, exchange, exchange.rank if seed is None else seed)
-        optimizer.apply(optimizer.exchange(optimizer.extract()))
+    def calm(exchange, rank):
+        optimizer = make(exchange)
+        optimizer.apply(optimizer.exchange(problems.extracted(optimizer, 0, rank)))
         return _outcome(optimizer)
 
     *stayed, (_, left) = ranks.threads(lose_one, 3)
-    for one, other in zip(stayed, ranks.threads(calm, 2), strict=True):
-        assert problems.same(one, other)
+    assert all(map(problems.same, stayed, ranks.threads(lambda exchange: calm(exchange, exchange.rank), 2)))
     assert torch.equal(left, calm(SingleRank(), 2)[1])
 
 

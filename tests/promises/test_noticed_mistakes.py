@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import re
 
 import pytest
@@ -33,19 +34,18 @@ def _assert_told(told, *says):
 
 
 ADAMW = torch.optim.AdamW
+DEMO = functools.partial(problems.optimizer_of, "DeMo")
 #: The optimizers of a model's matrices and biases.
 BESIDE = {
-    "AdamW for biases": lambda matrices, biases: [problems.optimizer_of("DeMo", matrices), ADAMW(biases)],
+    "AdamW for biases": lambda matrices, biases: [DEMO(matrices), ADAMW(biases)],
     "LocalDeMo, AdamW for biases": lambda matrices, biases: [LocalDeMo(ADAMW(matrices), sync_every=2), ADAMW(biases)],
-    "frozen biases": lambda matrices, biases: [problems.optimizer_of("DeMo", matrices)],  # noqa: ARG005
+    "frozen biases": lambda matrices, _: [DEMO(matrices)],
     "LocalDeMo around two": lambda *both: [LocalDeMo([*map(ADAMW, both)], sync_every=2)],
     "a model of AdamW's beside": lambda matrices, biases: [
-        problems.optimizer_of("DeMo", [*matrices, *biases]),
+        DEMO([*matrices, *biases]),
         ADAMW(demopt.unsync(nn.Linear(2, 2)).parameters()),
     ],
 }
-
-
 BIASES = ("parameter '0.bias' and 1 more of the model that went through unsync can train", "demopt.muon_groups")
 
 
@@ -65,30 +65,25 @@ def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(rank,
     _assert_told(heard, *(BIASES if rank == 0 and kind.endswith("AdamW for biases") else ()))
 
 
-def _wrapped():
-    inner = ADAMW(problems.parameters([(4, 4)]), lr=0.1)
-    return inner, LocalDeMo(inner, sync_every=2)
-
-
 def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing():
-    _, optimizer = _wrapped()
+    optimizer = problems.local(None, [(4, 4)], ADAMW, sync_every=2)
     for each in (optimizer, copy.deepcopy(optimizer)):
-        parameter = problems.all_parameters(each)[0]
-        before = parameter.detach().clone()
+        (parameter,) = problems.all_parameters(each)
         problems.set_gradients([parameter], 0)
-        with pytest.raises(RuntimeError, match=r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\)"):
+        says = r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\)"
+        with problems.unchanged(each), pytest.raises(RuntimeError, match=says):
             each.inner[0].step()
-        assert torch.equal(parameter, before)
+        before = parameter.detach().clone()
         each.step()
         assert each.local_steps == 1
         assert not torch.equal(parameter, before)
 
 
 def test_inner_optimizer_steps_where_that_is_no_mistake():
-    inner, optimizer = _wrapped()
+    optimizer = problems.local(None, [(4, 4)], ADAMW, sync_every=2)
+    (inner,) = optimizer.inner
     again = LocalDeMo(inner, sync_every=2)  # replaces the other
-    problems.set_gradients(problems.all_parameters(again), 0)
-    again.step()
+    problems.fingerprints(again, range(1))
     inner.param_groups[0]["lr"] = 0.0  # as torch does to create the state
     inner.step()
     inner.param_groups[0]["lr"] = 0.1
@@ -98,8 +93,6 @@ def test_inner_optimizer_steps_where_that_is_no_mistake():
 
 #: Settings of optimizers; the weight decay of LocalDeMo's AdamW moves all ranks alike without gradients.
 METHODS = {"DeMo": {}, "LocalDeMo": {}, "LocalDeMo, delay": {"sync_every": 1, "delay": 1}}
-
-
 LATE = "the same data, first with zero gradients"  # as after a first step with a loss of zero
 
 
@@ -139,28 +132,25 @@ def test_fsdp2_over_the_same_ranks_is_refused():
     model = fully_shard(nn.Linear(9, 4), mesh=init_device_mesh("cpu", (2,)))
     model(torch.ones(5, 9)).sum().backward()
     with pytest.raises(ValueError, match="FSDP2"):
-        problems.optimizer_of("DeMo", model.parameters()).step()
+        DEMO(model.parameters()).step()
 
 
-#: The layers of a model, and the one that a warning names.
+#: Each of the two norms of a model, and the one that a warning names.
 NORMS = {
-    **dict.fromkeys(("unsync of a plain model", "muon_adamw", "muon_groups"), (lambda: _norms(nn.BatchNorm1d), "1")),
-    "unsync": (lambda: _norms(nn.BatchNorm1d), "module.1"),
-    "SyncBatchNorm": (lambda: _norms(nn.SyncBatchNorm), ""),
-    "frozen": (lambda: [norm.eval() for norm in _norms(nn.BatchNorm1d)], ""),
-    "without statistics": (lambda: [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)], ""),
+    **dict.fromkeys(("unsync of a plain model", "muon_adamw", "muon_groups"), (nn.BatchNorm1d, "1")),
+    "unsync": (nn.BatchNorm1d, "module.1"),
+    "SyncBatchNorm": (nn.SyncBatchNorm, ""),
+    "frozen": (lambda size: nn.BatchNorm1d(size).eval(), ""),
+    "without statistics": (lambda size: nn.BatchNorm1d(size, track_running_stats=False), ""),
+    "of layers": (nn.LayerNorm, ""),
 }
-
-
-def _norms(kind):
-    return [kind(4), kind(4)]
 
 
 def _batch_norm(rank, world_size, how):
     """The warnings of construction; three steps cause none."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), *NORMS[how][0](), nn.Linear(4, 2))
-    made = []
+    norm, made = NORMS[how][0], []
+    model = nn.Sequential(nn.Linear(6, 4), norm(4), norm(4), nn.Linear(4, 2))
 
     def build():
         wrapped = DistributedDataParallel(model) if how == "unsync" else model
@@ -172,20 +162,15 @@ def _batch_norm(rank, world_size, how):
             made.append(LocalDeMo(demopt.muon_adamw(wrapped, lr=0.1), sync_every=2))
 
     heard = problems.warned(build)
-    for step in range(3):
-        problems.set_gradients(model.parameters(), step, rank)
-        assert problems.warned(made[0].step) == []
+    assert problems.warned(lambda: problems.fingerprints(made[0], range(3), rank)) == []
     return heard
 
 
 @pytest.mark.parametrize("how", NORMS)
 def test_batch_norm_warns_once_where_the_model_is_given(how):
-    told, named = _told(_batch_norm, how), NORMS[how][1]
-    if not named:
-        assert told == []
-        return
+    named = NORMS[how][1]
     whose = "whose running statistics every rank takes from its own", "demopt.broadcast_buffers(model)"
-    _assert_told(told, f"BatchNorm1d ({named}, 2 in all)", *whose)
+    _assert_told(_told(_batch_norm, how), *((f"BatchNorm1d ({named}, 2 in all)", *whose) if named else ()))
     assert ranks.run(_batch_norm, 1, how) == [[]]
 
 
@@ -208,39 +193,42 @@ def _evaluated(rank, world_size, how, at):
         model = torch.compile(model, backend="eager", fullgraph=True)
     elif how == "trains in eval()":
         model.eval()
-    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2) if how != "DeMo" else None
-    optimizer = optimizer or DeMo(demopt.unsync(model).parameters(), **problems.SMALL)
+    if how == "DeMo":
+        optimizer = DEMO(demopt.unsync(model).parameters())
+    else:
+        optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
     for step in range(at):
         optimizer.zero_grad()
         model(problems.draw((3 + step, 6), rank, step)).square().mean().backward()
         optimizer.step()
-    shown = model.module if how == "module of DDP" else copy.deepcopy(model) if how == "a copy" else model
-    shown = problems.by_pickle(model) if how == "pickled" else shown
+    changes = {"module of DDP": lambda model: model.module, "a copy": copy.deepcopy, "pickled": problems.by_pickle}
+    shown = changes.get(how, lambda model: model)(model)
 
     def evaluate():
-        shown.eval()
-        with optimizer.shared() if how == "shared" else torch.no_grad():
+        for _ in range(2):
+            shown.eval()
+            with optimizer.shared() if how == "shared" else torch.no_grad():
+                shown(problems.draw((3, 6), rank))
+            shown.train()
             shown(problems.draw((3, 6), rank))
-        shown.train()
-        shown(problems.draw((3, 6), rank))
 
-    return [*problems.warned(evaluate), *problems.warned(evaluate)]
+    return problems.warned(evaluate)
 
 
-EVALUATED = "the model ran in eval() 1 step after the last round, with the local weights of rank 0"
+EVALUATED = (
+    "the model ran in eval() 1 step after the last round, with the local weights of rank 0", "with optimizer.shared():"
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        *((how, (EVALUATED, "with optimizer.shared():")) for how in ("plain", "DDP", "module of DDP", "compiled")),
-        *((how, ()) for how in ("shared", "a copy", "pickled", "trains in eval()", "DeMo")),
-    ],
-)
-def test_evaluation_between_rounds_outside_of_shared_warns_once(how, says):
-    _assert_told(_told(_evaluated, how, 3), *says)
-    if how == "plain":  # right after a round, or of one rank, it is no mistake
-        assert _told(_evaluated, how, 4) == ranks.run(_evaluated, 1, how, 3)[0] == []
+@pytest.mark.parametrize("how", ["plain", "DDP", "module of DDP", "compiled"])
+def test_evaluation_between_rounds_outside_of_shared_warns_once(how):
+    _assert_told(_told(_evaluated, how, 3), *EVALUATED)
+
+
+@pytest.mark.parametrize("how", ["shared", "a copy", "pickled", "trains in eval()", "DeMo"])
+def test_evaluation_that_is_no_mistake_warns_of_nothing(how):
+    """Nor right after a round, nor of one rank."""
+    assert _told(_evaluated, how, 3) == _told(_evaluated, "plain", 4) == ranks.run(_evaluated, 1, "plain", 3)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -263,6 +251,10 @@ def test_ranks_that_lose_steps_because_the_optimizer_was_loaded_too_early_say_so
     told = problems.warned(lambda: problems.fingerprints(again, [3], rank))
     says = "its steps since the last round are lost. Load the model, wrap it in Dis"
     _assert_told(told, *([says] if rank in lose else []))
+
+
+def _decayed(step):
+    return 0.02 * (1 - step / 40)
 
 
 #: The rates with which groups are built; those that a script gives them at a step; the step that hints, and the hint.
@@ -288,10 +280,6 @@ RATES = {
     "in one optimizer, a part of it in the first group": (PAIR, lambda _: [0.001, 0.01], None, ""),
     "in one optimizer, AdamW's": (PAIR, lambda _: [0.002] * 2, 3, BELOW),
 }
-
-
-def _decayed(step):
-    return 0.02 * (1 - step / 40)
 
 
 @pytest.mark.parametrize("kind", RATES)
@@ -356,20 +344,17 @@ def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(rank, cal
 
 @pytest.mark.filterwarnings("ignore:the state was saved 2 steps after the last round")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "owner"])
-def test_rounds_of_two_equal_optimizers_are_not_averaged_with_each_other(kind):
+@ranks.alike(2)
+def test_rounds_of_two_equal_optimizers_are_not_averaged_with_each_other(exchange, kind):
     """Rank 1 leaves out a step of the first of them."""
-
-    def work(exchange):
-        more = {"process_group": exchange} | ({"route": "owner", "top_k": None} if kind == "owner" else {})
-        twins = [problems.optimizer_of(kind, problems.parameters([(40, 8)]), **more) for _ in range(2)]
-        for step in range(4):
-            for number, optimizer in enumerate(twins):
-                problems.set_gradients(problems.all_parameters(optimizer), step, exchange.rank, seed=number)
-                optimizer.step()
-        optimizer = twins[exchange.rank]
-        if kind != "DeMo":
-            problems.fingerprints(optimizer, [4], exchange.rank)  # a local step
-        return str(problems.refusal(optimizer, 5, exchange.rank))
-
-    for text in ranks.threads(work, 2):
-        assert "the ranks are at rounds of 2 optimizers: some rank has left out a step" in text
+    more = {"process_group": exchange} | ({"route": "owner", "top_k": None} if kind == "owner" else {})
+    twins = [problems.optimizer_of(kind, problems.parameters([(40, 8)]), **more) for _ in range(2)]
+    for step in range(4):
+        for number, optimizer in enumerate(twins):
+            problems.set_gradients(problems.all_parameters(optimizer), step, exchange.rank, seed=number)
+            optimizer.step()
+    optimizer = twins[exchange.rank]
+    if kind != "DeMo":
+        problems.fingerprints(optimizer, [4], exchange.rank)  # a local step
+    error = str(problems.refusal(optimizer, 5, exchange.rank))
+    assert "the ranks are at rounds of 2 optimizers: some rank has left out a step" in error

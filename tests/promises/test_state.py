@@ -28,19 +28,14 @@ by_file = functools.partial(by_state_dict, carried=problems.by_file)
 LOCAL = {"global", "error", "outer_velocity", "round", "local_steps", "transform", "saved_by"}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "keys"),
-    [
-        (problems.demo(shapes=problems.SHAPES), {"momentum", "step", "saved_by"}),
-        (problems.local(shapes=problems.SHAPES, outer_momentum=0.5), LOCAL),
-    ],
-)
-def test_state_keys_exist_from_construction(optimizer, keys):
+def test_state_keys_exist_from_construction():
     """Also for parameters without elements."""
-    for steps in (0, 2):
-        problems.train(optimizer, range(steps))
-        assert set(optimizer.state) == set(problems.all_parameters(optimizer))
-        assert all(set(entry) == keys for entry in optimizer.state.values())
+    local = problems.local(shapes=problems.SHAPES, outer_momentum=0.5)
+    for optimizer, keys in (problems.demo(shapes=problems.SHAPES), {"momentum", "step", "saved_by"}), (local, LOCAL):
+        for steps in (0, 2):
+            problems.train(optimizer, range(steps))
+            assert set(optimizer.state) == set(problems.all_parameters(optimizer))
+            assert all(set(entry) == keys for entry in optimizer.state.values())
 
 
 def test_backward_through_a_graph_from_before_a_step_is_refused():
@@ -179,33 +174,24 @@ def test_saving_raises_between_extract_and_apply(fill):
 
 
 @ranks.each(2)
-def test_optimizer_copies_keep_the_process_group(rank):
+def test_optimizer_copies_keep_the_process_group_unless_it_was_given_and_cannot_be_pickled(rank):
     optimizer = problems.demo(fingerprint_every=1)  # ranks that differ would raise an error
     problems.train(optimizer, range(2), rank)
     for each in (optimizer, copy.deepcopy(optimizer), problems.by_pickle(optimizer)):
         problems.train(each, range(2, 5), rank)
         assert each.replicator.session.exchange.world_size == 2
-
-
-def test_pickle_refuses_a_process_group_that_was_given():
     with pytest.raises(ValueError, match="an optimizer with a process_group cannot be pickled"):
         problems.by_pickle(problems.demo(exchange=SingleRank()))
-
-
-def _mixed():
-    """Parameters in bfloat16, and a frozen one."""
-    torch.manual_seed(0)
-    frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
-    return torch.nn.Sequential(torch.nn.Linear(17, 20), torch.nn.Linear(20, 2, bias=False)).bfloat16().append(frozen)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("flat", [False, True])
 def test_torch_checkpoint_state_dicts_run_no_step(steps, flat):
     """They give an optimizer without state one by stepping it, which changes momenta, and hangs if one rank saves."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, other = _mixed(), _mixed()
-    recorder = problems.Recorder()
+    options, recorder = StateDictOptions(flatten_optimizer_state_dict=flat), problems.Recorder()
+    model = torch.nn.Sequential(torch.nn.Linear(17, 20), torch.nn.Linear(20, 2, bias=False)).bfloat16()
+    model.append(torch.nn.Linear(3, 3, bias=False).requires_grad_(False))
+    other = copy.deepcopy(model)
     optimizer, loaded = (DeMo(each.parameters(), process_group=recorder, **problems.SMALL) for each in (model, other))
     problems.train(optimizer, range(steps))
     with problems.unchanged(optimizer, recorder):
@@ -217,18 +203,26 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps, flat):
     assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)
 
 
-@pytest.mark.parametrize("drops", ["assign", "clear", "one"])
+#: Changes of a state by a script.
+CHANGES = {
+    "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+    "clear": lambda optimizer, _: optimizer.state.clear(),
+    "del": lambda optimizer, parameter: optimizer.state.__delitem__(parameter),
+    "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
+    "setdefault": lambda optimizer, parameter: optimizer.state[parameter].setdefault("mine", 1),
+    "entry": lambda optimizer, parameter: optimizer.state[parameter].update(exp_avg=torch.ones(2)),
+    "value": lambda optimizer, parameter: optimizer.state[parameter].__setitem__("exp_avg", torch.ones(2)),
+    "of another": lambda optimizer, _: optimizer.state[torch.ones(2)].__setitem__("exp_avg", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("drops", ["assign", "clear", "del"])
 def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(drops):
     dropped = problems.demo()
     problems.fingerprints(dropped, range(3))
     fresh = DeMo(problems.twins(dropped), **problems.SMALL)
-    if drops == "assign":
-        dropped.state = defaultdict(dict)
-    elif drops == "clear":
-        dropped.state.clear()
-    else:
-        for parameter in problems.all_parameters(dropped):
-            del dropped.state[parameter]
+    for parameter in problems.all_parameters(dropped):
+        CHANGES[drops](dropped, parameter)
     assert problems.fingerprints(dropped, range(3, 5)) == problems.fingerprints(fresh, range(3, 5))
     problems.demo().load_state_dict(dropped.state_dict())
     number = int(dropped.replicator.round_number)
@@ -241,32 +235,19 @@ def test_momentum_that_a_script_replaces_is_taken():
     one, other = problems.demo(), problems.demo()
     for each in (one, other):
         problems.fingerprints(each, range(3))
-        for parameter, entry in [*each.state.items()]:
-            if each is one:
-                one.state[parameter] = {"momentum": entry["momentum"] * 0.5}
-            else:
-                entry["momentum"] *= 0.5
+    for parameter, entry in [*one.state.items()]:
+        one.state[parameter] = {"momentum": entry["momentum"] * 0.5}
+    for entry in other.state.values():
+        entry["momentum"] *= 0.5
     assert problems.same_history(*(problems.train(each, range(3, 6)) for each in (one, other)))
     one.state[problems.all_parameters(one)[0]]["momentum"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"'momentum' in the state of parameter \d has shape \[3\]; give \["):
         problems.fingerprints(one, range(1))
 
 
-#: Changes of a state, which LocalDeMo puts together from its parts: they would be lost.
-CHANGES = {
-    "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
-    "clear": lambda optimizer, _: optimizer.state.clear(),
-    "setdefault": lambda optimizer, parameter: optimizer.state[parameter].setdefault("mine", 1),
-    "del": lambda optimizer, parameter: optimizer.state.__delitem__(parameter),
-    "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
-    "entry": lambda optimizer, parameter: optimizer.state[parameter].update(exp_avg=torch.ones(2)),
-    "value": lambda optimizer, parameter: optimizer.state[parameter].__setitem__("exp_avg", torch.ones(2)),
-    "of another": lambda optimizer, _: optimizer.state[torch.ones(2)].__setitem__("exp_avg", torch.ones(2)),
-}
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
+    """It is put together from parts."""
     local = problems.local()
     problems.fingerprints(local, range(1))
     parameter = problems.all_parameters(local)[0]
