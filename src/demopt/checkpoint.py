@@ -42,6 +42,61 @@ __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 _KEY = re.compile(r"(?P<prefix>.*\.|)rank(?P<rank>\d+)(?P<rest>\.shard[\d_]+\.(?P<number>\d+))")
 
 
+class LoadPlanner(DefaultLoadPlanner):
+    """A planner for `dcp.load` that requests of each `OptimizerState` this rank's share, if other ranks saved it.
+
+    Objects that are no tensors are read with `weights_only=True`: `torch.serialization.add_safe_globals` names classes
+    of your own. All else is as in DCP's default planner, whose arguments it takes.
+
+    Examples:
+        >>> LoadPlanner(allow_partial_load=True).allow_partial_load
+        True
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Adds the keys of other ranks; called by DCP."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)  # newer torch puts None for `_Entry`, numbers stay
+        saved = metadata.state_dict_metadata if metadata is not None else {}
+        # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
+        # The keys there are this rank's; instead come those of the old ranks that it takes over from. Their value only
+        # says that an object is to be read, which replaces it: so this rank's entry serves for all.
+        for key, entry in list(self.state_dict.items()):
+            if not (match := _KEY.fullmatch(key)):
+                continue
+            prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
+            old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in saved)
+            now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
+            for old in overlaps(rank, now, old_size) if old_size else ():
+                self.state_dict[f"{prefix}rank{old}{rest}"] = entry
+                if key in self.mappings:  # of a nested state
+                    self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
+            # DCP refuses a key that the file lacks, because fewer ranks saved it. One that the file has stays, even if
+            # another rank takes over from it: without any DCP would take the file for one of torch 2.3.
+            if old_size and key not in saved:
+                del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""
+        name, holder = read_item.dest_index.fqn, self.state_dict
+        try:
+            with torch.serialization.safe_globals([_Entry]):
+                found = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = named[1] if named else "damaged"
+            raise pickle.UnpicklingError(
+                f"{name} is {what}, expected tensors, numbers and text; nothing was run"
+            ) from None
+        keys: tuple[Any, ...] = (name,)
+        if self.flatten_state_dict:
+            keys, holder = self.mappings[name], self.original_state_dict
+        for key in keys[:-1]:
+            holder = holder[key]
+        holder[keys[-1]] = found
+
+
 class OptimizerState:
     """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
 
@@ -84,7 +139,7 @@ class OptimizerState:
         old_size, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            # `LoadPlanner.set_up_planner`, below, has requested the keys of `overlaps`. An own key that the file lacks
+            # `LoadPlanner.set_up_planner`, above, has requested the keys of `overlaps`. An own key that the file lacks
             # has left the planner's table only: there is None, or with older torch the entry of now. Its rank is above
             # all that saved the file, so `overlaps` never names it.
             if not (match := _KEY.fullmatch(key)) or entry is None:
@@ -149,61 +204,6 @@ class _Entry:
             for name, value in self.values.items()  # pickle would write all that it looks at
         }
         return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """A planner for `dcp.load` that requests of each `OptimizerState` this rank's share, if other ranks saved it.
-
-    Objects that are no tensors are read with `weights_only=True`: `torch.serialization.add_safe_globals` names classes
-    of your own. All else is as in DCP's default planner, whose arguments it takes.
-
-    Examples:
-        >>> LoadPlanner(allow_partial_load=True).allow_partial_load
-        True
-    """
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Adds the keys of other ranks; called by DCP."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)  # newer torch puts None for `_Entry`, numbers stay
-        saved = metadata.state_dict_metadata if metadata is not None else {}
-        # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
-        # The keys there are this rank's; instead come those of the old ranks that it takes over from. Their value only
-        # says that an object is to be read, which replaces it: so this rank's entry serves for all.
-        for key, entry in list(self.state_dict.items()):
-            if not (match := _KEY.fullmatch(key)):
-                continue
-            prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
-            old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in saved)
-            now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
-            for old in overlaps(rank, now, old_size) if old_size else ():
-                self.state_dict[f"{prefix}rank{old}{rest}"] = entry
-                if key in self.mappings:  # of a nested state
-                    self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that the file lacks, because fewer ranks saved it. One that the file has stays, even if
-            # another rank takes over from it: without any DCP would take the file for one of torch 2.3.
-            if old_size and key not in saved:
-                del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""
-        name, holder = read_item.dest_index.fqn, self.state_dict
-        try:
-            with torch.serialization.safe_globals([_Entry]):
-                found = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = named[1] if named else "damaged"
-            raise pickle.UnpicklingError(
-                f"{name} is {what}, expected tensors, numbers and text; nothing was run"
-            ) from None
-        keys: tuple[Any, ...] = (name,)
-        if self.flatten_state_dict:
-            keys, holder = self.mappings[name], self.original_state_dict
-        for key in keys[:-1]:
-            holder = holder[key]
-        holder[keys[-1]] = found
 
 
 class Reader(FileSystemReader):

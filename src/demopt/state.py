@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from demopt.validation import check_count, check_rank, warn
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
-AVERAGED = ("momentum", "local", "start")  # of what a rank has of its own, as in `SavedParameter`
 PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
 RANKS = "ranks"
@@ -43,15 +42,27 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-_OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
-_OWN = ("momentum", "local", "start", SAVED_BY, *OF_OWNERS)
-# An entry of LocalDeMo is its inner optimizer's, too, which may have a "step" there. So the replicator's parts have
-# other names in it: name in LocalDeMo -> name in the replicator. All others are the inner optimizer's; those that it
-# calls like one of ours get a prefix.
-_OF_INNER = "demopt.inner."
-_FROM_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
-_FROM_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *OF_OWNERS)}
-_TO_LOCAL = {name: in_local for in_local, name in _FROM_LOCAL.items()}
+
+
+class Part(NamedTuple):
+    """A part of a parameter's state. An entry of LocalDeMo is its inner optimizer's, too, which may have a "step"."""
+
+    in_local: str  # its name in an entry of LocalDeMo
+    own: bool = False  # one rank's; otherwise equal on all ranks
+    of_weights: bool = False  # of `LocalWeights`; otherwise the replicator's
+    averaged: bool = False  # when another number of ranks takes it over
+
+
+PARTS = {  # by name in the replicator and in `SavedParameter`
+    "momentum": Part("error", own=True, averaged=True),
+    "step": Part("round"),
+    **{name: Part(f"outer_{name}") for name in RULE_STATE},
+    **{name: Part(name, own=True) for name in (SAVED_BY, *OF_OWNERS)},
+    **{name: Part(name, of_weights=True) for name in ("global", "local_steps", "transform")},
+    **{name: Part(name, own=True, of_weights=True, averaged=True) for name in ("local", "start")},
+}
+_BY_LOCAL = {part.in_local: name for name, part in PARTS.items()}
+_OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has in the entry
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,12 @@ class SavedParameter:
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "SavedParameter":
         """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
-        if "global" not in entry and "momentum" not in entry:  # of neither: another optimizer's
+        if "global" not in entry and "momentum" not in entry:  # another optimizer's, or of a frozen one its inner part
             return SavedParameter({}, {}, _unprefixed(entry))
-        names = _FROM_LOCAL if "global" in entry else {name: name for name in entry}
+        names = _BY_LOCAL if "global" in entry else {name: name for name in entry}
         known = {names[given]: value for given, value in entry.items() if given in names}
-        own = {name: value for name, value in known.items() if name in _OWN}
-        shared = {name: value for name, value in known.items() if name not in _OWN}
+        own = {name: value for name, value in known.items() if name in PARTS and PARTS[name].own}
+        shared = {name: value for name, value in known.items() if name not in own}
         return SavedParameter(shared, own, _unprefixed({k: value for k, value in entry.items() if k not in names}))
 
     def entry(self) -> dict[str, Any]:
@@ -78,7 +89,7 @@ class SavedParameter:
         entry = {self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}
         for name, value in self.inner.items():
             # without global weights, `of` would take an entry with a "momentum" for one of DeMo
-            is_ours = name in (*_FROM_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
+            is_ours = name in (*_BY_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
             entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()
@@ -86,12 +97,13 @@ class SavedParameter:
 
     def name_there(self, name: str) -> str:
         """Returns the name that the entry has for a shared or own part."""
-        return _TO_LOCAL[name] if "global" in self.shared else name
+        return PARTS[name].in_local if "global" in self.shared else name
 
     @property
     def of_replicator(self) -> dict[str, Any]:
         """The replicator's part."""
-        return {name: each for name, each in {**self.shared, **self.own}.items() if name not in _OF_WEIGHTS}
+        known = {**self.shared, **self.own}
+        return {name: each for name, each in known.items() if name not in PARTS or not PARTS[name].of_weights}
 
     def shared_entry(self) -> dict[str, Any]:
         """What of the entry is equal on all ranks."""
@@ -147,7 +159,7 @@ def read_state(
             entry = entries.get(number, {})
             saved = SavedParameter.of(entry)
             known = {**saved.shared, **saved.own}  # by the replicator's names: "error" is "momentum" here
-            ours = entry.keys() & _FROM_LOCAL.keys() if local else entry  # by names as in the file
+            ours = entry.keys() & _BY_LOCAL.keys() if local else entry  # by names as in the file
             if not ours:  # it was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
@@ -450,8 +462,8 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
                 parts = {old: _without_owner(saved, old_size) for old, saved in parts.items()}
             chosen = parts[largest]
             own = dict(chosen.own)
-            for name in AVERAGED:
-                if any(name in saved.own for saved in parts.values()):
+            for name, part in PARTS.items():
+                if part.averaged and any(name in saved.own for saved in parts.values()):
                     own[name] = _mean([(_own_value(saved, name), mine[old]) for old, saved in parts.items()])
         except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
@@ -462,7 +474,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
 
 
 def _own_value(saved: SavedParameter, name: str) -> Any:
-    """Returns what a rank has under a name of AVERAGED: it has left out weights that are the global ones.
+    """Returns a rank's part that is averaged: it has left out weights that are the global ones.
 
     A start never comes without local weights (`LocalDeMo.weights_differ`). Those that are not finite count as their
     start: that rank would drop its steps (`LocalWeights.keep`).
