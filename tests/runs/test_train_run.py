@@ -380,6 +380,8 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
         assert seen == f"demopt: --out {out} {told}; give another --out\n"
     seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved)
     assert seen.startswith("the model after 3 rounds is in")
+    seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved, code=2)
+    assert "already holds adapter_config.json; delete the model there, or give another --out" in seen
     assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
     second = machines.join("second", "--model", moved, at=3)
     machines.allow(99)

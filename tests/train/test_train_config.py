@@ -199,14 +199,22 @@ def test_damaged_record_of_out_is_told_with_what_to_do(command, tmp_path, conten
     assert "delete it, or give another --out" in command("train", "--resume", "--out", tmp_path, code=2)
 
 
-def test_folder_in_the_place_of_a_file_is_told_at_the_start(tmp_path):
-    (tmp_path / "state.pt").mkdir()
-    with pytest.raises(InputError, match=r"state\.pt is a folder"), OutFolder(tmp_path).claimed(TrainConfig()):
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["config.json", "model", "wandb", "state.pt", "checkpoints"])
+def test_folder_that_holds_what_is_of_no_run_is_left_as_it_is(tmp_path, name, overwrite):
+    place = tmp_path / name
+    place.write_text('{"model_type": "llama", "vocab_size": 300}') if name == "config.json" else place.mkdir()
+    held, told = (
+        OutFolder(tmp_path).claimed(TrainConfig(overwrite=overwrite)),
+        f"holds {name}, and no run that it is of",
+    )
+    with pytest.raises(InputError, match=told), held:
         pass
-    (tmp_path / "state.pt").rmdir()
+    assert place.exists()
+
+
+def test_disk_that_takes_no_files_is_told(tmp_path):
     (tmp_path / "model").write_text("mine")
-    with pytest.raises(InputError, match="model is a file, where"), OutFolder(tmp_path).claimed(TrainConfig()):
-        pass
     with pytest.raises(DemoptError, match="cannot be written: File exists"), OutFolder(tmp_path).writing():
         save(TrainConfig(), None, tmp_path / "model")
     for size in (9, 3_000_000):  # torch fails in two ways
@@ -296,7 +304,11 @@ def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path
     with pytest.raises(InputError, match="cannot be written: Not a directory"), out.claimed(TrainConfig()):
         pass
     (tmp_path / "start").mkdir()
-    assert "is the folder of a run" in command("train", "--out", tmp_path, "--overwrite", code=2)
+    for place in (tmp_path, tmp_path / "start", tmp_path / "rounds/00000001"):
+        assert "is in the folder of a run" in command("train", "--out", place, "--overwrite", code=2)
+    told = command("train", "--out", tmp_path / "new/moments", "--run", tmp_path / "new", code=2)
+    assert "is in the folder of a run" in told
+    assert not (tmp_path / "new").exists()
 
 
 def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):

@@ -124,7 +124,7 @@ PICKLE = "its weights are in pytorch_model.bin, which can run code; only safeten
     [
         ((".", "../away"), {}, "is no folder here; nothing is downloaded"),
         (("config.json", "away"), {}, "has no config.json"),
-        ((WEIGHTS, "away"), {}, "transformers cannot load it: .* no file named model.safetensors "),
+        ((WEIGHTS, "away"), {}, "has no weights; copy its model.safetensors into it"),
         ((WEIGHTS, "pytorch_model.bin"), {}, PICKLE),
         ((WEIGHTS, SHARDS[0]), {f"{WEIGHTS}.index.json": INDEX}, f"transformers cannot load it: .*{SHARDS[1]}"),
         ((), {WEIGHTS: {}}, "transformers cannot load it: "),

@@ -89,11 +89,13 @@ def _loaded(config: TrainConfig) -> Any:
             folder, **local, use_safetensors=True, dtype="auto", output_loading_info=True
         )
     except Exception as error:  # of a missing or damaged file, an unknown architecture, one that needs its code: any
-        place = Path(folder)
-        if (pickles := sorted(place.glob("*.bin"))) and not any(place.glob("*.safetensors")):
-            told = "which can run code; only safetensors are read: save the model again by its save_pretrained"
-            raise InputError(f"--model {folder}: its weights are in {pickles[0].name}, {told}") from None
-        raise InputError(f"--model {folder}: transformers cannot load it: {first_line(error)}") from None
+        place, told = Path(folder), f"transformers cannot load it: {first_line(error)}"
+        if torch.get_default_device().type != "meta" and not any(place.glob("*.safetensors")):
+            told = "has no weights; copy its model.safetensors into it"
+            if pickles := sorted(place.glob("*.bin")):
+                told = "which can run code; only safetensors are read: save the model again by its save_pretrained"
+                told = f"its weights are in {pickles[0].name}, {told}"
+        raise InputError(f"--model {folder}: {told}") from None
     absent = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
     if absent:
         raise InputError(f"--model {folder}: its files lack {len(absent)} of the tensors, such as {absent[0]}")

@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 
 from demopt.errors import DemoptError, first_line
 from demopt.runs.store import full
-from demopt.train.config import CHECKPOINTS, CONFIG, IDENTITY, InputError, TrainConfig
+from demopt.train.config import CHECKPOINTS, CONFIG, IDENTITY, InputError, TrainConfig, read_run
 
 Row = dict[str, Any]  # the metrics of a step
+_OF_RUNS = ("run", "stop", "start", "rounds", "checkpoints", "moments", ".partial")  # what a run's folder holds
 _READ = {"step", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}  # counts, in every row
 
 
@@ -51,27 +52,33 @@ class OutFolder:
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
     def refuse_if_taken(self, config: TrainConfig) -> None:
-        """Raises InputError if the folder holds another run, or if --overwrite and --resume are both given."""
+        """Raises InputError if the folder holds another run, or what may be of none; or if both flags are given."""
         if config.overwrite and config.resume:
             raise InputError("--overwrite deletes the run that --resume continues; give one of them")
-        if self.config.exists() and not (config.resume or config.overwrite):
+        is_run = self.config.exists() and "optimizer" in read_run(self.root)  # not the config.json of a model
+        if is_run and not (config.resume or config.overwrite):
             other = "go on with --resume, replace it with --overwrite, or give another --out"
             raise InputError(f"--out {self.root} already holds a run; {other}")
         self.refuse_sources(config, self.written)
+        if not is_run and (there := [place.name for place in self.written if place.exists()]):
+            raise InputError(f"--out {self.root} holds {there[0]}, and no run that it is of; give another --out")
 
     def refuse_sources(self, config: TrainConfig, written: Iterable[Path]) -> None:
         """Raises InputError if the run, or a file that it reads, is this folder or in one of the places `written`."""
         named = [("--model", config.model), ("--tokenizer", config.tokenizer), ("--key-file", config.key_file)]
         named += [("--data", each) for each in config.data]
+        run = None
         with suppress(ValueError):  # of none; one that cannot be is told where it is opened
-            named.append(("--run", full(config.run or "")))
+            named.append(("--run", run := full(config.run or "")))
         root, places = self.root.resolve(), {place.resolve() for place in written}
-        if (root / "run").is_file() and (root / "start").is_dir():
-            raise InputError(f"--out {self.root} is the folder of a run; each worker's --out is another one")
         for name, source in named:
             place = Path(source or "").resolve()
             if source not in (None, "", "bytes") and (place == root or places & {place, *place.parents}):
                 raise InputError(f"--out {self.root} would replace {name} {source}; give another --out")
+        inside = [place for place in root.parents if root.relative_to(place).parts[0] in _OF_RUNS]
+        for place in (root, *inside):
+            if str(place) == run or ((place / "run").is_file() and (place / "start").is_dir()):
+                raise InputError(f"--out {self.root} is in the folder of a run; each worker's --out is another one")
 
     @contextmanager
     def claimed(self, config: TrainConfig) -> Iterator[None]:
@@ -81,16 +88,11 @@ class OutFolder:
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._lock(held.enter_context((self.root / ".lock").open("w")).fileno())
                 self.refuse_if_taken(config)
-                for place in self.written if config.overwrite else (self.stop,):
+                for place in reversed(self.written) if config.overwrite else (self.stop,):  # the record goes last
                     if place.is_dir():
                         shutil.rmtree(place, ignore_errors=True)
                     else:
                         place.unlink(missing_ok=True)
-                folders = (self.checkpoints, self.model, self.merged)
-                for place in (self.config, self.metrics, self.picture, self.state, *folders):
-                    if place.exists() and place.is_dir() != (place in folders):
-                        is_a, has_a = ("file", "folder") if place in folders else ("folder", "file")
-                        raise InputError(f"{place} is a {is_a}, where a run has a {has_a}; give another --out")
                 text = json.dumps(config.record(), indent=2) + "\n"
                 write_whole(self.config, lambda aside: aside.write_text(text, encoding="utf-8"))
             except OSError as error:

@@ -385,6 +385,10 @@ def export_model(address: str, key_file: str | None, given: Given) -> int:
     out.refuse_sources(config, ())
     if out.metrics.exists() or out.identity.exists():
         raise InputError(f"--out {config.out} holds a run; give another --out")
+    if there := sorted(
+        each.name for kind in ("*.safetensors", "*config.json", "tokenizer*") for each in out.root.glob(kind)
+    ):
+        raise InputError(f"--out {config.out} already holds {there[0]}; delete the model there, or give another --out")
     config, model = begin(resolve(config))
     optimizer = make_optimizer(config, model, run)
     assert isinstance(optimizer, LocalDeMo)
