@@ -23,7 +23,7 @@ from torch import Tensor
 
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.chunking import chunking
-from demopt.core.rules import RULE_STATE, RULE_WEIGHTS
+from demopt.core.rules import RULE_STATE, RULE_WEIGHTS, AdamW
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import shard_of, to_local
@@ -36,6 +36,7 @@ Entry = dict[str, Any]
 StateDict = dict[str, Any]
 PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
+_LARGEST = 1e35  # of momenta, errors and rules' state: gradients from 1e30 on count as infinite
 RANKS = "ranks"
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
@@ -244,8 +245,10 @@ def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparam
                 f"chunks of {length}: it was saved for another model"
             )
     for name in (*names, OWNER_ERROR):
-        if name in entry and not entry[name].isfinite().all():
-            raise ValueError(f"the {saved.name_there(name)} of parameter {number} in the state is not finite")
+        least = 0.0 if name in (*AdamW.moments, *AdamW.weights) else -_LARGEST
+        if name in entry and not ((entry[name] >= least) & (entry[name] <= _LARGEST)).all():
+            told = "in the state is not finite, or out of range"
+            raise ValueError(f"the {saved.name_there(name)} of parameter {number} {told}")
 
 
 # The rank that saved a state

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import problems
 import ranks
+from demopt import DeMo
 from demopt.state import unmarked
 
 
@@ -102,6 +103,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
         good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
         wrong += (good.float().to_sparse(),)
+        wrong += () if name in ("global", "start") else (torch.full_like(good.float(), 1e36),)
         for value in ("text", None, 10**400, *wrong):
             damaged = copy.deepcopy(state)
             damaged["state"][number][name] = value
@@ -117,6 +119,15 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
             new.load_state_dict(damaged)
     assert problems.same(_own(new), before)
     assert (new.fingerprint(), new.param_groups[0]["lr"]) == (weights, group)
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq", "exp_avg_sq_weight"])
+def test_second_moment_below_0_is_refused(name):
+    optimizer = DeMo(problems.parameters([(4, 4)]), update="adamw")
+    state = optimizer.state_dict()
+    state["state"][0][name] -= 1.0
+    with pytest.raises(ValueError, match=f"the {name} of parameter 0 in the state is not finite, or out of range"):
+        optimizer.load_state_dict(state)
 
 
 @ranks.each(1)
