@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import stores
 import torch
-from workers import EXACTLY, Counter, Worker, at_first, joined, replayed, times_applied, together, waiting
+from workers import EXACTLY, Counter, Worker, at_first, joined, replayed, rounds, times_applied, together, waiting
 
 import demopt
 from demopt import DriftError, FolderExchange
@@ -81,8 +81,7 @@ def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(st
     first, second = joined(store, keep_log=True)
     second.optimizer.param_groups[0]["lr"] = 0.05  # workers at other steps may have other rates
     for expected in (1, 0):
-        first.round()
-        second.round()
+        rounds(first, second)
         assert second.run.left_out == expected
     assert second.rounds == first.rounds + 1
     assert second.digest == replayed(store)[-1]
@@ -97,8 +96,7 @@ def test_late_worker_adds_no_round_to_a_run_that_has_ended(store, end):
     vars(second.run).update(end)
     for _ in range(2):
         first.run.take(4)
-        first.round()
-        second.round()
+        rounds(first, second)
     assert second.run.left_out == 2
     assert (second.rounds, second.digest) == (2, first.digest)
 
@@ -191,33 +189,22 @@ def test_bad_objects_are_refused_by_name_and_the_run_goes_on(case):
     assert good.rounds == 2
     assert list(good.run.decided.refused) == ["bad"]
     assert re.search(told, good.run.decided.refused["bad"]), good.run.decided.refused
-    assert [sender.worker for sender in good.run.decided.senders] == ["w0"]
+    assert good.senders == ["w0"]
     assert replayed(store)[-1] == good.digest
 
 
-def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on(store):
-    one, other = joined(store)
+def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on_at_a_checkpoint_too(store):
+    one, other = joined(store, checkpoint_every=1)
     before = other.digest
     other.step()
     other.model[0].weight.data.fill_(torch.nan)
     other.round()
-    assert other.run.decided.refused == {"w1": "its gradient was not finite"}
+    assert (other.run.decided.refused, other.senders) == ({"w1": "its gradient was not finite"}, [])
     assert (other.digest, other.run.left_out) == (before, 0)  # it was not late
     assert all(torch.isfinite(parameter).all() for parameter in other.model.parameters())
-    one.round()
-    other.round()
-    assert other.rounds >= 1
+    rounds(one, other)
+    assert (one.rounds, other.rounds) == (1, 2)
     assert "this worker's message was refused: its gradient was not finite" in other.said[0]
-
-
-def test_round_in_which_every_message_is_refused_ends_at_a_checkpoint_too(store):
-    worker = Worker(store, 0, checkpoint_every=1)
-    worker.round()
-    worker.model[0].weight.data.fill_(torch.nan)
-    worker.round()
-    assert worker.run.decided.senders == []
-    worker.round()
-    assert worker.rounds == 3
 
 
 def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store):
@@ -228,27 +215,20 @@ def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "record", "told"),
     [
-        ({"top_k": 5}, "^w1 has .*top_k.* = 5.* where the run in .* has 12"),
-        ({"sync_every": 3}, "^w1 has sync_every = 3 where the run in .* has 2"),
-        ({"delay": 1}, "^w1 has delay = 1 where the run in .* has 0"),
+        ({"top_k": 5}, {}, "^w1 has .*top_k.* = 5.* where the run in .* has 12"),
+        ({"sync_every": 3}, {}, "^w1 has sync_every = 3 where the run in .* has 2"),
+        ({"delay": 1}, {}, "^w1 has delay = 1 where the run in .* has 0"),
+        ({}, {"version": "0.1.0"}, f"was started by demopt 0.1.0, this is {demopt.__version__}"),
+        ({}, {"format": 1}, "holds a run of format 1; this demopt has 3"),
     ],
 )
-def test_other_settings_are_told_at_once(store, settings, told):
+def test_other_settings_version_or_format_are_told_at_once(store, settings, record, told):
     Worker(store, 0).step()
-    with pytest.raises(SettingsError, match=told):
+    stores.change(store, "run", lambda data: json.dumps({**json.loads(data), **record}).encode())
+    with pytest.raises(MessageError if "format" in record else SettingsError, match=told):
         Worker(store, 1, **settings).join()
-
-
-def test_other_version_and_other_format_are_told_at_once(store):
-    Worker(store, 0).step()
-    stores.change(store, "run", lambda data: json.dumps({**json.loads(data), "version": "0.1.0"}).encode())
-    with pytest.raises(SettingsError, match=f"was started by demopt 0.1.0, this is {demopt.__version__}"):
-        Worker(store, 1).join()
-    stores.change(store, "run", lambda data: json.dumps({**json.loads(data), "format": 1}).encode())
-    with pytest.raises(MessageError, match="holds a run of format 1; this demopt has 3"):
-        Worker(store, 1).join()
 
 
 def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are(store):
@@ -275,7 +255,7 @@ def test_drift_is_an_error_that_resync_mends_and_the_state_that_is_saved_then_kn
     with pytest.raises(DriftError, match=r"the weights of worker (w0 differ from those of w1|w1 differ .* w0)"):
         together([*workers], 1)
     drifted = min(workers, key=lambda worker: worker.rounds)
-    again = Worker(store, 2, fingerprint_every=1, state=drifted.optimizer.own_state_dict())
+    again = Worker(store, 2, fingerprint_every=1, state=drifted.state())
     assert (again.join().rounds, again.said) == (1, [])
     drifted.optimizer.resync()
     assert [drifted.digest] == replayed(store)
@@ -288,7 +268,7 @@ def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_jo
     with pytest.raises(ExchangeError, match="away"):
         drifts.round()
     first.round(2)
-    again = Worker(store, 2, fingerprint_every=1, state=drifts.optimizer.own_state_dict()).join()
+    again = Worker(store, 2, fingerprint_every=1, state=drifts.state()).join()
     assert (again.rounds, again.digest) == (2, first.digest)
     assert "the weights of worker w1 differ from those of w0; it takes the run's newest weights" in again.said
     again.round()
@@ -427,22 +407,17 @@ def test_demo_and_route_owner_refuse_a_folder(store):
         alone.optimizer.regroup(FolderExchange(store))
 
 
-def test_second_stop_in_one_round_is_another_wish(tmp_path):
+@pytest.mark.parametrize("comes", ["while it joins", "after an older one in the same round"])
+def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     address = f"{tmp_path}/run"
-    Worker(address, 0).join()
-    command.stop(address)  # nobody is there
-    worker = Worker(address, 1).join()
+    first, worker = Worker(address, 0).join(), Worker(address, 1)
+    worker.run.find_run()
+    if comes != "while it joins":
+        command.stop(address)
+        worker.join()
     command.stop(address)
     worker.round()
-    assert worker.run.stopping
-
-
-def test_wish_to_stop_that_comes_while_a_worker_joins_stops_it(store):
-    first, joiner = Worker(store, 0).join(), Worker(store, 1)
-    log.put_stop(store, 0, joiner.run.find_run().identity)
-    joiner.round()
-    assert joiner.run.stopping
-    assert not first.run.stopping
+    assert (first.run.stopping, worker.run.stopping) == (False, True)
 
 
 def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):

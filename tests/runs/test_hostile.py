@@ -16,7 +16,7 @@ import servers
 import stores
 import torch
 from hypothesis import strategies as st
-from workers import Worker, at_first, joined, replayed, together, waiting
+from workers import Worker, at_first, joined, replayed, rounds, together, waiting
 
 from demopt.errors import DemoptError, ExchangeError, MessageError
 from demopt.runs import exchange, inbox, log
@@ -101,8 +101,7 @@ def test_message_that_is_listed_and_cannot_be_read_halts_no_round(listed, key):
     found = store.list
     store.list = lambda folder: found(folder) | (listed if folder.startswith("rounds/") else set())
     first, second = joined(store, key=key)
-    first.round()
-    second.round()
+    rounds(first, second)
     assert (first.run.last.row, second.digest) == (0, first.digest)
 
 
@@ -140,8 +139,7 @@ def test_hello_that_is_listed_before_it_can_be_read_is_read_at_the_next_look(sto
 
 def test_checkpoint_of_another_run_keeps_nobody_from_the_one_before_it(store):
     first, stranger = Worker(store, 0), Worker(ObjectStore(), 1, checkpoint_every=1)
-    for worker in (first, stranger):
-        worker.round()
+    rounds(first, stranger)
     store.put_if_absent("checkpoints/00000009", stranger.run.store.get("checkpoints/00000001", 1 << 20))
     joiner = Worker(store, 2).join()
     assert (joiner.rounds, joiner.digest) == (1, first.digest)
@@ -330,8 +328,7 @@ def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(sto
     assert "was not written with this run's key" in first.run.decided.refused["ghost"]
     second = Worker(store, 1, key=KEY).join()
     assert (first.rounds, second.rounds, second.digest) == (6, 6, first.digest)
-    first.round()
-    second.round()
+    rounds(first, second)
     assert (second.rounds, second.digest) == (7, first.digest)
     assert replayed(store, key=KEY)[-1] == first.digest
     assert not first.run.stopping
@@ -360,7 +357,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
     assert (liar.run.decided.senders, liar.digest) == ([], before)
     assert any("round 1: fewer than half of its members have sent a message" in text for text in liar.said)
     together([liar, *others], 2)  # its work counts then
-    assert [sender.worker for sender in liar.run.decided.senders] == ["w0", "w1", "w2"]
+    assert liar.senders == ["w0", "w1", "w2"]
 
     def forge(manifest):
         sent = liar.optimizer.replicator.round
@@ -369,7 +366,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
 
     liar.run.late, liar.run._propose = 0.0, forge
     liar.round()
-    assert [sender.worker for sender in liar.run.decided.senders] == ["w0"]
+    assert liar.senders == ["w0"]
     for parameter in liar.optimizer.replicator.parameters:
         parameter.data.add_(1.0)
     liar.optimizer._rounds.save()
@@ -405,7 +402,7 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
             may_decide.set()
     assert [text for text in victim.said if "lacks this worker's message, which was there before" in text]
     assert victim.run.left_out == 0
-    assert [sender.worker for sender in victim.run.decided.senders] == ["w1"]
+    assert victim.senders == ["w1"]
 
 
 def test_message_that_came_after_the_manifest_was_not_overlooked(monkeypatch):

@@ -1,6 +1,5 @@
 """Ctrl-C at any line of the library leaves no round half applied: every step counts once, and no worker forks."""
 
-import copy
 import itertools
 import math
 import random
@@ -21,7 +20,6 @@ from demopt.interrupts import uninterrupted
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.session import Session
 from demopt.runs.store import ObjectStore
-from demopt.runs.weights import weights_digest
 
 SOURCE = str(Path(demopt.__file__).parent)
 
@@ -69,18 +67,30 @@ def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in
 def _interrupted(delay, at):
     """Interrupts one of two workers in two steps, of which the second has a round; returns the lines of these."""
     store = ObjectStore()
-    workers = [Counter(store, number, delay) for number in range(2)]
-    ctrl_c = CtrlC(at)
+    workers, ctrl_c = [Counter(store, number, delay) for number in range(2)], CtrlC(at)
     for taken in range(8):
-        for worker in workers:
-            with ctrl_c if worker.number == 0 and taken in (3, 4) else nullcontext():
-                worker.step()
+        with ctrl_c if taken in (3, 4) else nullcontext():
+            workers[0].step()
+        workers[1].step()
     times = times_applied(store, workers)
     assert times[1] == [1.0] * 8, at
     assert [times[0][step] for step in (0, 1, 2, 5, 6, 7)] == [1.0] * 6, at
     assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that out
-    assert weights_digest(workers[0].optimizer.replicator) == replayed(store)[-1], at
+    assert workers[0].digest == replayed(store)[-1], at
     return ctrl_c.lines
+
+
+def four_steps(delay, at, broken):
+    """How often those of two workers count. The second one's step `at` is `broken`, which returns who goes on."""
+    store = ObjectStore()
+    workers = [Counter(store, number, delay) for number in range(2)]
+    for taken in range(4):
+        workers[0].step()
+        if taken == at:
+            workers[1] = broken(store, workers[1])
+        else:
+            workers[1].step()
+    return times_applied(store, workers)
 
 
 @pytest.mark.parametrize(
@@ -89,26 +99,21 @@ def _interrupted(delay, at):
 )
 @pytest.mark.usefixtures("still")
 def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, inside, monkeypatch):
-    def saved(number, _):
-        states.append(copy.deepcopy(workers[1].optimizer.own_state_dict()))
-        signal.signal(number, signal.SIG_DFL)
-        raise SystemExit
+    def saved_at(store, worker):
+        def save(number, _):
+            states.append(worker.state())
+            signal.signal(number, signal.SIG_DFL)
+            raise SystemExit
 
-    store, states, call = ObjectStore(), [], getattr(*inside)
-    workers = [Counter(store, number, delay) for number in range(2)]
-    for taken in range(4):
-        workers[0].step()
-        if taken == 3:
-            signal.signal(signal.SIGUSR1, saved)
-            signalled = lambda *given: (call(*given), signal.raise_signal(signal.SIGUSR1))[0]  # noqa: E731
-            monkeypatch.setattr(*inside, at_first(signalled, call))
-            with pytest.raises(SystemExit):
-                workers[1].step()
-        else:
-            workers[1].step()
-    workers[1] = Counter(store, 1, delay, *states)
-    workers[1].taken = 4
-    assert times_applied(store, workers) == [[1.0] * 4] * 2
+        states, call = [], getattr(*inside)
+        signal.signal(signal.SIGUSR1, save)
+        signalled = lambda *given: (call(*given), signal.raise_signal(signal.SIGUSR1))[0]  # noqa: E731
+        monkeypatch.setattr(*inside, at_first(signalled, call))
+        with pytest.raises(SystemExit):
+            worker.step()
+        return Counter(store, 1, delay, *states, taken=4).join()
+
+    assert four_steps(delay, 3, saved_at) == [[1.0] * 4] * 2
 
 
 @pytest.mark.parametrize("finite", [False, True])
@@ -116,26 +121,17 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.usefixtures("still")
 def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts, finite):
-    store = ObjectStore()
-    workers = [Counter(store, number, delay) for number in range(2)]
-    for taken in range(4):
-        workers[0].step()
-        if taken == 1:
-            optimizer, interrupted = workers[1].optimizer, Mock(side_effect=KeyboardInterrupt)
-            for holder, name in (
-                (optimizer._rounds, "fail"),
-                (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply"),
-            ):
-                setattr(holder, name, at_first(interrupted, getattr(holder, name)))
-            workers[1].parameter.data[-1] = 0.0 if finite else math.inf
-            with pytest.raises(KeyboardInterrupt):
-                workers[1].step()
-            if restarts:
-                workers[1] = Counter(store, 1, delay, copy.deepcopy(optimizer.own_state_dict()))
-                workers[1].taken = 2
-        else:
-            workers[1].step()
-    assert times_applied(store, workers) == [[1.0] * 4, [float(finite)] * 2 + [1.0] * 2]
+    def interrupted_twice(store, worker):
+        optimizer, interrupted = worker.optimizer, Mock(side_effect=KeyboardInterrupt)
+        round_call = (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply")
+        for holder, name in ((optimizer._rounds, "fail"), round_call):
+            setattr(holder, name, at_first(interrupted, getattr(holder, name)))
+        worker.parameter.data[-1] = 0.0 if finite else math.inf
+        with pytest.raises(KeyboardInterrupt):
+            worker.step()
+        return Counter(store, 1, delay, worker.state(), taken=2).join() if restarts else worker
+
+    assert four_steps(delay, 1, interrupted_twice) == [[1.0] * 4, [float(finite)] * 2 + [1.0] * 2]
 
 
 @pytest.mark.usefixtures("still")
@@ -144,7 +140,7 @@ def test_round_whose_words_raise_an_error_counts_every_step_once():
         raise BrokenPipeError(text)
 
     store, said = ObjectStore(), []
-    workers = [Counter(store, number, 0) for number in range(3)]
+    workers = [Counter(store, number) for number in range(3)]
     workers[0].run.say = at_first(fail, said.append)
     for taken in range(6):
         with pytest.raises(BrokenPipeError, match="moves nothing") if taken == 1 else nullcontext():

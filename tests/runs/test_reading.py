@@ -108,7 +108,7 @@ def test_state_knows_what_its_local_steps_have_read():
         for batch in islice(demopt.RunSampler(worker.optimizer, 20, batch=2), steps):
             worker.step()
             read.update(batch)
-        state = worker.optimizer.own_state_dict()
+        state = worker.state()
     assert read == Counter(range(20))
 
 

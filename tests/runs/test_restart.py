@@ -1,6 +1,5 @@
 """A worker that dies between the put of its message and the round's manifest: its state goes on, once and exactly."""
 
-import copy
 import functools
 import threading
 from contextlib import nullcontext, suppress
@@ -10,9 +9,8 @@ import pytest
 import stores
 import torch
 import torch.distributed.checkpoint as dcp
-from workers import Counter, Worker, applied, at_first, joined, replayed, times_applied
+from workers import Counter, Worker, applied, at_first, joined, replayed, rounds, steps, times_applied
 
-from demopt import LocalDeMo
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
@@ -39,15 +37,13 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
     silent = stores.Through(bare)
     silent.put_if_absent = put_if_absent
     other, dies = Counter(bare, 0, delay), Counter(silent, 1, delay)
-    for _ in range(4):
-        for worker in (other, dies):
-            worker.step()
+    steps(*[other, dies] * 4)
     for worker in (other, dies):
         worker.optimizer.flush()
         worker.optimizer.resync()
     number = int(dies.optimizer.replicator.round_number)
     dies.step()
-    state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
+    state, kept = dies.state(), dies.taken
     away.set()
     with suppress(ExchangeError):
         dies.step()
@@ -58,30 +54,26 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
         with suppress(ExchangeError):
             dies.step()
     if saved != "before the message":
-        state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
+        state, kept = dies.state(), dies.taken
     if decided == "without it":
         bare.delete([name])
     if decided not in ("after the restart", "at a second join"):
-        for _ in range(4 if decided == "long ago" else 2):
-            other.step()
+        steps(*[other] * (4 if decided == "long ago" else 2))
         other.optimizer.flush()
         senders = [each.worker for each in log.read_manifest(bare, other.run.record.identity, number).senders]
         assert ("w1" in senders) == (decided != "without it")
     bare.put_if_absent(name, message)
-    with patch.object(LocalDeMo, "join"):
-        again = Counter(silent, 1, delay, state)
-    again.taken = dies.taken
+    again = Counter(silent, 1, delay, state, dies.taken)
     if decided == "at a second join":
         with nullcontext() if saved == "before the message" else pytest.raises(ExchangeError):
-            again.optimizer.join()
+            again.join()
     away.clear()
-    again.optimizer.join()
+    again.join()
     assert saved == "before the message" or again.optimizer.local_steps == (saved == "a step later")
     sent = applied(bare, again.optimizer.replicator.wiring().route.layout).view(-1, 128)[1, :kept].sum()
     is_dropped = saved == "before the message" and decided != "without it"  # all of it is in the later message
     assert again.run.unsent == (0 if is_dropped else kept - sent)
-    for _ in range(3):
-        again.step()
+    steps(again, again, again)
     _, counts = times_applied(bare, [other, again])
     lost = range(kept, dies.taken)  # after the state was saved: they are in the message, or nowhere
     assert counts[:kept] == [1.0] * kept, counts[: again.taken]
@@ -91,38 +83,29 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
 
 def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once():
     bare = ObjectStore()
-    other, dies = Counter(bare, 0, 0), Counter(bare, 1, 0)
-    for worker in (other, dies, dies):
-        worker.step()
-    dies.step()
-    state = copy.deepcopy(dies.optimizer.own_state_dict())
+    other, dies = Counter(bare, 0), Counter(bare, 1)
+    steps(other, dies, dies, dies)
+    state = dies.state()
     dies.step()  # the message that the state does not know, and its round
     dies.optimizer._rounds.save()
-    with patch.object(LocalDeMo, "join"):
-        again = Counter(bare, 1, 0, state)
-    again.taken = dies.taken
-    rounds, run, covered = again.optimizer._rounds, again.run, Mock(side_effect=CoveredError("covered"))
-    undecided_at_first = patch.object(rounds, "next_manifest", at_first(lambda: None, rounds.next_manifest))
+    again = Counter(bare, 1, 0, state, dies.taken)
+    inner, run, covered = again.optimizer._rounds, again.run, Mock(side_effect=CoveredError("covered"))
+    undecided_at_first = patch.object(inner, "next_manifest", at_first(lambda: None, inner.next_manifest))
     with undecided_at_first, patch.object(run, "results_of", at_first(covered, run.results_of)):
-        again.optimizer.join()
-    again.step()
-    again.step()
+        again.join()
+    steps(again, again)
     _, counts = times_applied(bare, [other, again])
     assert set(counts) == {1.0}, counts
 
 
 def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_each_step_counts_once():
     store = ObjectStore()
-    late, other = (Counter(store, number, 0) for number in range(2))
-    for worker in (late, other, other, other):
-        worker.step()
-        worker.step()
+    late, other = (Counter(store, number) for number in range(2))
+    steps(late, late, *[other] * 6)
     away = pytest.raises(ExchangeError, match="away")
     with away, patch.object(late.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
-        late.step()
-        late.step()  # left out of round 2, after which there is another
-    late.step()
-    late.step()
+        steps(late, late)  # left out of round 2, after which there is another
+    steps(late, late)
     assert (late.run.last.manifest.round, late.run.row) == (3, 0)
     assert late.optimizer.stats.payload_bytes == late.optimizer.replicator.message_bytes, "one message, none too late"
     assert times_applied(store, [late, other]) == [[1.0] * late.taken, [1.0] * other.taken]
@@ -130,10 +113,9 @@ def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_ea
 
 def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store):
     first, second = joined(store, keep_log=True)
-    for worker in (first, second, first, second):
-        worker.round()
+    rounds(first, second, first, second)
     second.step()  # half of a round
-    state = copy.deepcopy(second.optimizer.own_state_dict())
+    state = second.state()
     first.round()
     again = Worker(store, 2, state=state).join()
     assert not again.said
@@ -151,21 +133,19 @@ def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store, tmp_path):
     dcp.load(state, storage_reader=Reader(tmp_path), planner=planner)
     for finds in (lambda: None, again.run.find_run):  # the state has it until this worker joins
         finds()
-        assert again.optimizer.own_state_dict()["folder"] == first.optimizer.own_state_dict()["folder"]
+        assert again.state()["folder"] == first.state()["folder"]
 
 
 def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     first = Worker(ObjectStore(), 0)
-    first.round()
-    Worker(store, 1).round()
-    other = Worker(store, 2)
-    state = first.optimizer.own_state_dict()
-    other.optimizer.load_state_dict(state)
+    rounds(first, Worker(store, 1))
+    state = first.state()
+    other, weights = Worker(store, 2, state=state), Worker(store, 3)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
         other.join()
-    digest, weights, late = other.digest, Worker(store, 3), first.optimizer._rounds._round_of
+    digest = other.digest
     with pytest.raises(MessageError, match="the saved message is of round 0, the state of round 1"):
-        late(first.run.last.envelope, 0)
+        first.optimizer._rounds._round_of(first.run.last.envelope, 0)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
@@ -181,7 +161,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
 
 def test_state_of_round_0_goes_on_where_later_ones_were_known(store):
     worker = Worker(store, 0, keep_log=True).join()
-    state = copy.deepcopy(worker.optimizer.own_state_dict())
+    state = worker.state()
     worker.round(2)
     digest = worker.digest
     worker.optimizer.load_state_dict(state)
@@ -191,9 +171,10 @@ def test_state_of_round_0_goes_on_where_later_ones_were_known(store):
 def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
     first = Worker(store, 0, keep_log=True)
     first.round()
-    state = first.optimizer.own_state_dict()
+    state = first.state()
     assert isinstance(state["folder"]["before"], str)
-    again = Worker(store, 1, state={**state, "folder": {**state["folder"], "before": "00" * 16}})
+    state["folder"]["before"] = "00" * 16
+    again = Worker(store, 1, state=state)
     again.optimizer.replicator.parameters[0].data.add_(1.0)  # as on the other branch
     again.join()
     assert (again.rounds, again.digest) == (1, first.digest)
@@ -210,21 +191,17 @@ def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
 
 def test_message_counts_once_whose_round_is_covered_where_the_checkpoint_cannot_be_read_yet():
     bare = ObjectStore()
-    other, dies = (Counter(bare, number, 0) for number in range(2))
-    for worker in (other, dies):
-        worker.step()
+    other, dies = (Counter(bare, number) for number in range(2))
+    steps(other, dies)
     no_checkpoint = pytest.raises(ExchangeError, match="has no checkpoint after round 1")
     with no_checkpoint, patch.object(dies.run, "results_of", Mock(side_effect=CoveredError("covered"))):
         dies.step()
-    state = copy.deepcopy(dies.optimizer.own_state_dict())
-    for _ in range(3):
-        other.step()
+    state = dies.state()
+    steps(other, other, other)
     other.optimizer._rounds.save()
     bare.delete(log.pieces(bare, range(1)))
-    again = Counter(bare, 1, 0, state)
-    again.taken = dies.taken
-    for _ in range(2):
-        again.step()
+    again = Counter(bare, 1, 0, state, dies.taken).join()
+    steps(again, again)
     assert again.run.last.row == 0
     assert all(parameter.sum() == -dies.taken - other.taken - 2 for parameter in again.optimizer.replicator.parameters)
 
@@ -270,11 +247,10 @@ def test_object_that_is_gone_is_named_where_it_is_needed(gone, running, joining,
 
 
 def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store):
-    first = Worker(store, 0)
+    first, alone = Worker(store, 0), Worker(None, 2, group=SingleRank())
     first.round()
-    first.step()
-    again, alone = Worker(store, 1, state=first.optimizer.own_state_dict()), Worker(None, 2, group=SingleRank())
-    alone.step()
+    steps(first, alone)
+    again = Worker(store, 1, state=first.state())
     for worker in (first, again, alone):
         mine = worker.optimizer._weights.fingerprint()
         with pytest.raises(RuntimeError, match=r"observe (with a new optimizer|is for a run in a folder)"):
@@ -296,13 +272,13 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store):
 def test_join_that_an_outage_ended_may_come_again_and_is_of_no_run_without_its_weights(store, fails, resumes):
     first = Worker(store, 0)
     first.round(2)
-    again = Worker(store, 1, state=first.optimizer.own_state_dict() if resumes else None)
+    again = Worker(store, 1, state=first.state() if resumes else None)
     holder = again.run if fails == "hello" else again.optimizer._rounds
     with patch.object(holder, fails, side_effect=ExchangeError("away")), pytest.raises(ExchangeError, match="away"):
         again.join()
-    assert ("folder" in again.optimizer.own_state_dict()) == (fails == "hello")
+    assert ("folder" in again.state()) == (fails == "hello")
     assert (again.join().rounds, again.digest) == (2, first.digest)
-    assert "folder" in again.optimizer.own_state_dict()
+    assert "folder" in again.state()
 
 
 def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_and_goes_on():
@@ -315,6 +291,6 @@ def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_a
     assert not joiner.said
     store.delete([newest, STATES[1]])
     with pytest.raises(DemoptError, match=r"not so far: it is an older copy; .*delete state\.pt"):
-        Worker(store, 3, state=first.optimizer.own_state_dict()).join()
+        Worker(store, 3, state=first.state()).join()
     again.round()
-    assert [sender.worker for sender in again.run.decided.senders] == ["w0", "w2"]
+    assert again.senders == ["w0", "w2"]

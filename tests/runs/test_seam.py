@@ -12,14 +12,13 @@ import obstore
 import pytest
 import torch
 from stores import Cache
-from workers import SETTINGS, Counter, Worker, joined, replayed, times_applied, waiting
+from workers import SETTINGS, Counter, Worker, joined, replayed, rounds, steps, times_applied, waiting
 
 import forked
 from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs.store import ObjectStore
-from demopt.runs.weights import weights_digest
 
 
 @pytest.mark.parametrize(
@@ -39,8 +38,7 @@ def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_l
         first.step()
     assert not log.look(store, 0).messages
     first.run.note = "x" * 3000
-    first.round()
-    second.round()
+    rounds(first, second)
     assert (first.rounds, second.digest) == (1, first.digest)
 
 
@@ -107,8 +105,7 @@ def test_layer_that_is_frozen_while_a_round_is_in_flight_does_not_end_that_round
         first.step()
     assert (first.rounds, first.run.row) == (1, 0)
     first.model[0].requires_grad_(True)
-    first.step()
-    second.step()
+    steps(first, second)
     for worker in (first, second):
         worker.optimizer.flush()
     assert (first.rounds, first.digest) == (2, second.digest)
@@ -136,7 +133,7 @@ def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(s
     for worker in (first, second):
         worker.optimizer.flush()
     assert (first.rounds, first.digest) == (1, second.digest)
-    assert [sender.worker for sender in first.run.decided.senders] == ["w0", "w1"]
+    assert first.senders == ["w0", "w1"]
     assert first.run.row == 0
 
 
@@ -163,7 +160,7 @@ def test_second_worker_of_one_name_sends_under_another_and_counts_once_after_an_
     assert second.run.worker.startswith("w0-")
     assert f"{log.message_name(0, 'w0')} is another worker's, or an earlier message of this one" in second.said[0]
     assert second.said[0].endswith(f"which is {second.run.worker} from now on")
-    assert [sender.worker for sender in first.run.decided.senders] == ["w0", second.run.worker]
+    assert first.senders == ["w0", second.run.worker]
     assert (first.run.row, second.run.last.row, first.digest) == (0, 1, second.digest)
 
 
@@ -222,7 +219,7 @@ def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
     for worker, counted in zip(workers, times, strict=True):
         gone = range(0) if worker.number == wins else range(4, 12)  # from the fork to the round that sees it
         assert counted == [float(step not in gone) for step in range(worker.taken)]
-    assert weights_digest(workers[0].optimizer.replicator) == replayed(bare)[-1]
+    assert workers[0].digest == replayed(bare)[-1]
 
 
 def copy(source, target, only=""):

@@ -1,6 +1,7 @@
 """Workers of a run for tests: with a small model, or with steps that can be counted; in turn or side by side."""
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,25 @@ SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction
 EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, "values": "float64", "error_decay": 0.0}
 
 
-class Worker:
+class Member:
+    """What both kinds of worker have in common."""
+
+    run: FolderExchange
+    optimizer: LocalDeMo
+
+    def join(self) -> Any:
+        self.optimizer.join()
+        return self
+
+    def state(self) -> Any:
+        return copy.deepcopy(self.optimizer.own_state_dict())
+
+    @property
+    def digest(self) -> str:
+        return weights_digest(self.optimizer.replicator)
+
+
+class Worker(Member):
     """A worker with a small model and gradients of its own."""
 
     def __init__(self, store: Any, seed: int, late: float = 0.0, group: Any = None, state: Any = None, **settings: Any):
@@ -43,10 +62,6 @@ class Worker:
         self.model(torch.randn(4, 16, generator=self.draw)).square().mean().backward()
         self.optimizer.step()
 
-    def join(self) -> "Worker":
-        self.optimizer.join()
-        return self
-
     def round(self, times: int = 1) -> None:
         """A round, or some, each with its checkpoint."""
         self.join()
@@ -61,8 +76,21 @@ class Worker:
         return int(self.optimizer.replicator.round_number)
 
     @property
-    def digest(self) -> str:
-        return weights_digest(self.optimizer.replicator)
+    def senders(self) -> list[str]:
+        """Of the last round that it knows."""
+        return [sender.worker for sender in self.run.decided.senders]
+
+
+def steps(*workers: Any) -> None:
+    """A step of each of these, one after the other."""
+    for worker in workers:
+        worker.step()
+
+
+def rounds(*workers: Worker) -> None:
+    """A round of each of these, one after the other."""
+    for worker in workers:
+        worker.round()
 
 
 def together(workers: list[Worker], rounds: int) -> None:
@@ -119,10 +147,13 @@ class AtOnce:
         return done
 
 
-class Counter:
-    """A worker whose every local step is a gradient of 1 at an element that no other step has. It has no threads."""
+class Counter(Member):
+    """A worker whose every local step is a gradient of 1 at an element that no other step has. It has no threads.
 
-    def __init__(self, store: Any, number: int, delay: int, state: Any = None) -> None:
+    It has joined; from `state`, after `taken` steps, it has yet to join.
+    """
+
+    def __init__(self, store: Any, number: int, delay: int = 0, state: Any = None, taken: int = 0) -> None:
         self.failing = 0  # requests until the store fails, if positive
 
         def fail(call: str) -> None:
@@ -136,10 +167,8 @@ class Counter:
         inner = torch.optim.SGD([self.parameter], lr=1.0)
         self.optimizer = LocalDeMo(inner, delay=delay, process_group=self.run, **{**SETTINGS, **EXACTLY})
         self.run._pool = self.run._uploads = self.optimizer.replicator.session._background = AtOnce()
-        self.number, self.taken = number, 0
-        if state:
-            self.optimizer.load_state_dict(state)
-        self.optimizer.join()
+        self.number, self.taken = number, taken
+        self.optimizer.load_state_dict(state) if state else self.join()
 
     def step(self) -> None:
         self.taken += 1
@@ -182,6 +211,6 @@ def times_applied(store: Any, workers: list[Counter]) -> list[list[float]]:
         worker.ended()
     for worker in workers:
         worker.optimizer.resync()
-    assert len({weights_digest(worker.optimizer.replicator) for worker in workers}) == 1
+    assert len({worker.digest for worker in workers}) == 1
     times = applied(store, workers[0].optimizer.replicator.wiring().route.layout).view(-1, 128)
     return [times[worker.number, : worker.taken].tolist() for worker in workers]
