@@ -170,6 +170,18 @@ class Machines:
         assert self.code(process) == 0, self.said(out)
         return re.search(r"weights after \d+ rounds: sha256 ([0-9a-f]{64})", self.said(out))[1]
 
+    def end_alike(self, **processes):
+        """All of them, by `out`, end with the weights that a replay gives; returns what that has told."""
+        digests = {self.ended(process, out) for out, process in processes.items()}
+        told = self.told("replay")
+        assert {told.rpartition("sha256 ")[2].strip()} == digests
+        return told
+
+    def whole(self, *more, **how):
+        """A run of one worker, to its end."""
+        self.allow(99)
+        return self.ended(self.train("first", *more, **how), "first")
+
     def code(self, process):
         process.join(LIMIT)
         return process.exitcode
@@ -206,13 +218,11 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machi
     machines.leave(first, "first", until=99)  # the run goes on elsewhere
     assert "this machine left after step" in machines.said("first")
     again = machines.join("first")  # with the state that it left with
-    digest = machines.ended(third, "third")
-    assert machines.ended(again, "first") == digest
+    assert machines.end_alike(third=third, first=again).startswith("weights after 12 rounds")
     assert "with the state that it left" in machines.said("first")
     status = json.loads(machines.told("status", "--json"))
     assert (status["round"], status["step"], status["state"]) == (12, 60, "done")
     assert all(list(worker) == ["samples"] for worker in status["workers"].values())
-    assert machines.told("replay") == f"weights after 12 rounds: sha256 {digest}\n"
     models = [machines.place / out / "model" / "model.safetensors" for out in ("first", "third")]
     assert models[0].read_bytes() == models[1].read_bytes()
     assert {"step": 60, "round": 12}.items() <= machines.rows("third")[-1].items()  # as status counts
@@ -246,9 +256,7 @@ def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_s
     (machines.allowed / GONE).unlink()
     again = machines.train("second", steps=35, at=ENDS + 3)
     machines.allow(99)
-    digest = machines.ended(first, "first")
-    assert machines.ended(again, "second") == digest
-    assert machines.told("replay") == f"weights after 7 rounds: sha256 {digest}\n"
+    assert machines.end_alike(first=first, second=again).startswith("weights after 7 rounds")
     rounds = [machines.manifest(number).senders for number in range(7)]
     assert [len(each) for each in rounds] == [1, 2, 2, 1, 1, 2, 2]
     assert {sender.note["sequences"] for each in rounds for sender in each} == {10}, "a round's steps, in one message"
@@ -274,16 +282,13 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.allow(13)
     assert machines.code(third) == 130, machines.said("third")
     machines.allow(999)
-    third, first = machines.join("third"), machines.join("first")
-    digest = machines.ended(third, "third")
-    assert machines.ended(first, "first") == digest
+    machines.end_alike(third=machines.join("third"), first=machines.join("first"))
     number = 6460 // 32  # without the twentieth for validation
     read = Counter(int(each) for file in machines.place.glob("*.read") for each in file.read_text().split())
     assert {*read} == {*range(number)}
     assert {each for each, times in read.items() if times > 1} <= lost(machines.store)
     assert machines.said("third").count("final validation loss") == 1
     assert machines.told("status").startswith("done: run ")
-    assert machines.told("replay").endswith(f"sha256 {digest}\n")
 
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
@@ -319,8 +324,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
     assert machines.rows("second")[-1]["tokens"] == 1280  # from its first round on
-    assert machines.told("replay") == f"weights after 4 rounds: sha256 {digest}\n"
-    assert machines.ended(machines.join("first"), "first") == digest
+    assert machines.end_alike(first=machines.join("first")) == f"weights after 4 rounds: sha256 {digest}\n"
     assert "final train loss" not in machines.said("first")  # its steps were not the last
     assert re.match(r"done: run (?!.*awaited)", machines.told("status"), re.DOTALL)
     assert "the run is done after step 20 of 20; demopt export" in machines.told("stop")
@@ -329,8 +333,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
 @pytest.mark.parametrize("delay", [0, 1])
 def test_each_sequence_counts_in_one_message(machines, delay):
     """With delay a message is made before the outcome of the one before it is known."""
-    machines.allow(99)
-    machines.ended(machines.train("first", "--delay", delay, "--eval-every", 8, steps=20), "first")
+    machines.whole("--delay", delay, "--eval-every", 8, steps=20)
     rows = machines.rows("first")
     assert f"val {round(rows[15]['val_loss'], 4):.3f} after step 16\n" in machines.told("status")  # of the last message
     assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
@@ -385,9 +388,7 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
     second = machines.join("second", "--model", moved, at=3)
     machines.allow(99)
-    digest = machines.ended(second, "second")
-    assert machines.ended(first, "first") == digest
-    assert machines.told("replay") == f"weights after 8 rounds: sha256 {digest}\n"
+    assert machines.end_alike(second=second, first=first).startswith("weights after 8 rounds")
     for out, words in (("late", ()), ("whole", ("--merge",))):
         command("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
     places = (machines.place / out for out in ("first/model", "second/model", "late", "early"))
@@ -397,8 +398,7 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
 
 
 def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
-    machines.allow(99)
-    machines.ended(machines.train("first", steps=5), "first")
+    machines.whole(steps=5)
     other = machines.place / "other.txt"
     other.write_text("something else entirely. " * 400)
     again = ["train", "--run", machines.run, *SMALL, "--steps", 5, "--out", machines.place / "out"]
@@ -425,8 +425,7 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
 
 
 def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run(machines, command, monkeypatch):
-    machines.allow(99)
-    digest = machines.ended(machines.train("first", steps=5), "first")
+    digest = machines.whole(steps=5)
     run, away, load, sleep = Path(machines.run), machines.place / "away", worker.load_corpus, time.sleep
     monkeypatch.setattr(worker, "load_corpus", lambda config: (run.rename(away), load(config))[1])
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if run.exists() else away.rename(run))
