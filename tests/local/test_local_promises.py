@@ -330,18 +330,6 @@ def test_group_that_is_refused_leaves_no_trace(delay):
     train(optimizer, range(3, 6))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_group_that_an_inner_optimizer_was_given_is_in_the_next_state(frozen):
-    def grown():
-        *first, last = problems.parameters([(4, 4), (4,), (2, 2)])
-        optimizer = LocalDeMo([problems.SGD([each]) for each in first], sync_every=1)
-        train(optimizer, range(2))
-        optimizer.inner[1].add_param_group({"params": [last.requires_grad_(not frozen)]})
-        return optimizer
-
-    grown().load_state_dict(grown().state_dict())
-
-
 # as transformers' Trainer calls what it is given as optimizer_cls_and_kwargs
 WRAPS = r"LocalDeMo wraps an optimizer.*optimizers=\(optimizer, None\)"
 BY_ITSELF = "which synchronizes the ranks itself"
