@@ -79,6 +79,10 @@ class Ledger:
                         if failed or (self.optimizer.stats.skipped and not self.delay):  # local weights stay
                             torch.testing.assert_close(parameter, old - LR * parameter.grad, rtol=0, atol=1e-12)
 
+    def steps(self, count):
+        for _ in range(count):
+            self.step()
+
     @property
     def finite(self):
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
@@ -91,10 +95,6 @@ class Ledger:
             start = entry.get("start", entry["global"]) if entry and finite else parameter
             found.append((start - parameter).detach() if finite else torch.zeros_like(parameter))
         return found
-
-    def steps(self, count):
-        for _ in range(count):
-            self.step()
 
     def act(self, action, actions):
         optimizer, replicator = self.optimizer, self.optimizer.replicator
@@ -207,20 +207,18 @@ def test_no_local_step_is_lost_or_counted_twice(seed, codec, delay):
     assert any(part.any() for part in one[-1][1])
 
 
-def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once():
-    def regrouped(exchange, fewer):
-        optimizer = problems.two_way(exchange, [(64, 48), (80, 16), (96,), ()], sync_every=2)
-        problems.fingerprints(optimizer, range(4), exchange.rank)
-        if exchange.rank == 2:
-            return
-        before = [{name: value.clone() for name, value in entry.items()} for entry in optimizer.state.values()]
-        assert any(entry["owner_error"].any() for entry in before if "owner_error" in entry)
-        optimizer.regroup(fewer[exchange.rank])
-        optimizer.replicator.wiring()
-        errors = [problems.unsent(old, world_size=2) for old in before]  # in means over 2, as before
-        torch.testing.assert_close(problems.momenta(optimizer), errors)
-
-    ranks.threads(regrouped, 3, Threads(2, 60.0).exchanges)
+@ranks.alike(3)
+def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once(exchange):
+    optimizer = problems.two_way(exchange, [(64, 48), (80, 16), (96,), ()], sync_every=2)
+    problems.fingerprints(optimizer, range(4), exchange.rank)
+    if exchange.rank == 2:
+        return
+    before = [{name: value.clone() for name, value in entry.items()} for entry in optimizer.state.values()]
+    assert any(entry["owner_error"].any() for entry in before if "owner_error" in entry)
+    optimizer.regroup(problems.OneOf(exchange.rank, 2))
+    optimizer.replicator.wiring()
+    errors = [problems.unsent(old, world_size=2) for old in before]  # in means over 2, as before
+    torch.testing.assert_close(problems.momenta(optimizer), errors)
 
 
 def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch):

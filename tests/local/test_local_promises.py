@@ -1,6 +1,8 @@
 """LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups."""
 
 import copy
+import functools
+import itertools
 import pickle
 import signal
 import threading
@@ -47,50 +49,49 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
 
 @pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)
 @pytest.mark.parametrize("at", [0, 3, 4, 5, 6])
-def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(at, settings):
+@ranks.alike(2)
+def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(exchange, at, settings):
     """Right after a round, in the middle of H steps, where a round comes at once, and with delay after a flush."""
-
-    def resumed(exchange):
-        whole, new = make(exchange, **settings), make(exchange, **settings)
-        train(whole, range(at), exchange.rank)
-        whole.flush()
-        with whole.shared(), torch.no_grad():
-            state = copy.deepcopy(whole.state_dict())
-            torch._foreach_copy_(problems.all_parameters(new), problems.values(whole))
-        for optimizer in (whole, new):
-            if optimizer is new:
-                optimizer.load_state_dict(state)
-            if at == 5:
-                optimizer.finish_round()
-            train(optimizer, range(at, 12), exchange.rank)
-            optimizer.finish_round(last=True)
-        return problems.values(whole), problems.values(new)
-
-    (one, other), others = ranks.threads(resumed, 2)
-    assert all(problems.same(one, each) for each in (other, *others))
+    whole, new = make(exchange, **settings), make(exchange, **settings)
+    train(whole, range(at), exchange.rank)
+    whole.flush()
+    with whole.shared(), torch.no_grad():
+        state = copy.deepcopy(whole.state_dict())
+        torch._foreach_copy_(problems.all_parameters(new), problems.values(whole))
+    for optimizer in (whole, new):
+        if optimizer is new:
+            optimizer.load_state_dict(state)
+        if at == 5:
+            optimizer.finish_round()
+        train(optimizer, range(at, 12), exchange.rank)
+        optimizer.finish_round(last=True)
+    assert problems.same(problems.values(whole), problems.values(new))
+    return whole.fingerprint()
 
 
-def test_state_dict_between_rounds_warns_once_outside_shared():
-    optimizer = make()
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "1 step after the last round"),
+        ({"delay": 1, "sync_every": 1}, r"saved before its round was applied.*with delay after flush\(\)"),
+    ],
+)
+def test_state_dict_between_rounds_warns_once_outside_shared(settings, told):
+    optimizer = make(**settings)
     train(optimizer, range(1))
     with optimizer.shared():
         optimizer.state_dict()
-    with pytest.warns(UserWarning, match="1 step after the last round"):
+    with pytest.warns(UserWarning, match=told):
         optimizer.state_dict()
     optimizer.state_dict()
-    late = make(delay=1, sync_every=1)
-    train(late, range(1))
-    with pytest.warns(UserWarning, match=r"saved before its round was applied.*with delay after flush\(\)"):
-        late.state_dict()
 
 
 def _load(optimizer, value):
-    with torch.no_grad():
-        for parameter in problems.all_parameters(optimizer):
-            parameter.fill_(value)
+    for parameter in problems.all_parameters(optimizer):
+        parameter.detach().fill_(value)
 
 
-def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_to_all_ranks():
+def test_weights_that_are_loaded_during_training_are_told_and_refused_in_a_folder():
     optimizer = make()
     train(optimizer, range(3))
     told = pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back.*resync")
@@ -100,31 +101,30 @@ def test_weights_that_are_loaded_during_training_are_told_and_resync_gives_them_
     with pytest.warns(UserWarning, match="changed after the last round, outside the optimizer.*resync"):
         train(optimizer, range(3, 4))
 
-    def loads(exchange, delay):
-        optimizer = make(exchange, delay=delay)
-        train(optimizer, range(6), exchange.rank)
-        optimizer.inner[0].add_param_group({"params": problems.parameters([(3,)])})
-        _load(optimizer, 0.25 * exchange.rank)
-        optimizer.resync(src=1, model=True)
-        with optimizer.shared():
-            assert {each.item() for p in problems.all_parameters(optimizer) for each in p.unique()} == {0.25}
-        train(optimizer, range(6, 9), exchange.rank)
-
-    for delay in (0, 1):
-        ranks.threads(loads, 2, delay)
-    run = FolderExchange(ObjectStore())
     with pytest.raises(ValueError, match="a run in a folder goes on from its own weights"):
-        make(run).resync(model=True)
+        make(FolderExchange(ObjectStore())).resync(model=True)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@ranks.alike(2)
+def test_resync_of_the_model_gives_loaded_weights_to_all_ranks(exchange, delay):
+    optimizer = make(exchange, delay=delay)
+    train(optimizer, range(6), exchange.rank)
+    optimizer.inner[0].add_param_group({"params": problems.parameters([(3,)])})
+    _load(optimizer, 0.25 * exchange.rank)
+    optimizer.resync(src=1, model=True)
+    with optimizer.shared():
+        assert {each.item() for p in problems.all_parameters(optimizer) for each in p.unique()} == {0.25}
+    return train(optimizer, range(6, 9), exchange.rank)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_interrupt_at_either_end_of_shared_keeps_local_weights(at, monkeypatch):
-    copies, copy_all = [], LocalWeights._copy
+    copies, copy_all = itertools.count(1), LocalWeights._copy
 
     def interrupted(self, pairs):
         copy_all(self, pairs)
-        copies.append(1)
-        if len(copies) == at:
+        if next(copies) == at:
             signal.raise_signal(signal.SIGINT)
 
     optimizer = make()
@@ -144,9 +144,9 @@ def test_shared_shows_the_global_weights_and_takes_them_back():
     train(optimizer, range(3, 4))
     local = problems.values(optimizer)
     with optimizer.shared():
-        assert problems.same(problems.values(optimizer), after)
         with optimizer.shared():
             assert problems.same(problems.values(optimizer), after)
+        assert problems.same(problems.values(optimizer), after)
         for call in (optimizer.step, optimizer.extract, optimizer.rollback, optimizer.flush, optimizer.resync):
             with pytest.raises(RuntimeError, match=r"inside `with optimizer\.shared"):
                 call()
@@ -158,17 +158,15 @@ def test_shared_shows_the_global_weights_and_takes_them_back():
 
 
 def test_states_that_do_not_fit_are_refused_and_change_nothing():
-    def made(*shape, lr=0.1, **more):
-        return make(None, [shape], lambda p: torch.optim.AdamW(p, lr=lr), **more)
-
-    optimizer = made(32, 16, lr=0.5)
-    before = copy.deepcopy(optimizer.state_dict())
+    optimizer = make(None, [(32, 16)])
+    optimizer.param_groups[0]["lr"] = 0.5
+    groups_alone = {"param_groups": copy.deepcopy(optimizer.state_dict()["param_groups"])}
     plain = torch.optim.AdamW([Parameter(torch.zeros(32, 16))]).state_dict()
-    for state in (made(16, 32).state_dict(), {}, {"param_groups": before["param_groups"]}, plain):
+    for state in (make(None, [(16, 32)]).state_dict(), {}, groups_alone, plain):
         with pytest.raises(ValueError, match="state"):
             optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="domain of transform 'identity', and this LocalDeMo has 'dct'"):
-        optimizer.load_state_dict(made(32, 16, transform="identity").state_dict())  # in which the error is
+        optimizer.load_state_dict(make(None, [(32, 16)], transform="identity").state_dict())  # in which the error is
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -207,52 +205,46 @@ class _Nested(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e33])
-@pytest.mark.parametrize("inner", ["AdamW", "SGD", "Adagrad", "_Nested"])
-def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner, bad):
+@pytest.mark.parametrize(
+    "inner", [problems.ADAMW, functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), torch.optim.Adagrad, _Nested]
+)
+@ranks.alike(2)
+def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(exchange, inner, bad):
     """Beside it is a huge gradient that is finite: in a state, nothing of either may stay."""
 
-    def inner_of(p):
-        more = {"momentum": 0.9} if inner == "SGD" else {}
-        return _Nested(p) if inner == "_Nested" else getattr(torch.optim, inner)(p, lr=0.01, **more)
+    optimizer, skipped = make(exchange, [(20, 12), (5,)], inner, sync_every=2, top_k=None), []
 
-    def trained(exchange):
-        optimizer = make(exchange, [(20, 12), (5,)], inner_of, sync_every=2, top_k=None)
-        skipped = []
+    def spoil(step):
+        for parameter in problems.all_parameters(optimizer) if (exchange.rank, step) == (1, 4) else ():
+            parameter.grad.view(-1)[:2] = torch.tensor([bad, 1e22])
 
-        def spoil(step):
-            for parameter in problems.all_parameters(optimizer) if (exchange.rank, step) == (1, 4) else ():
-                parameter.grad.view(-1)[:2] = torch.tensor([bad, 1e22])
-
-        for step in range(16):
-            train(optimizer, [step], exchange.rank, spoil)
-            skipped += [optimizer.stats.skipped] if optimizer.local_steps == 0 else []
-        largest = max(float(value.abs().max()) for value in problems.values(optimizer))
-        return [number for number, skip in enumerate(skipped) if skip], largest
-
-    for skipped, largest in ranks.threads(trained, 2):
-        assert skipped in ([2], [])  # AdamW makes a step of any finite gradient
-        assert largest < 10
+    for step in range(16):
+        train(optimizer, [step], exchange.rank, spoil)
+        skipped += [step] if optimizer.local_steps == 0 and optimizer.stats.skipped else []
+    assert skipped in ([5], [])  # AdamW makes a step of any finite gradient
+    assert max(float(value.abs().max()) for value in problems.values(optimizer)) < 10
+    return skipped
 
 
 def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts():
-    ends = []
-    for enabled in (True, False):
+    def trained(enabled):
         optimizer = make(None, [(8, 4)], problems.SGD, sync_every=2, top_k=None)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        before = problems.values(optimizer)
         for _ in range(2):
             optimizer.zero_grad()
             scaler.scale(problems.all_parameters(optimizer)[0].square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
         assert optimizer.local_steps == 0
-        ends.append(problems.values(optimizer))
-    assert problems.same(*ends)
-    assert not problems.same(ends[0], before)
+        return problems.values(optimizer), optimizer
+
+    (scaled, _), (plain, optimizer) = trained(True), trained(False)
+    assert problems.same(scaled, plain)
+    assert not problems.same(plain, problems.parameters([(8, 4)]))
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
     optimizer.step()
     assert optimizer.local_steps == 1
-    assert problems.same(problems.values(optimizer), ends[1])
+    assert problems.same(problems.values(optimizer), plain)
     optimizer.zero_grad()
     optimizer.found_inf = torch.tensor(0.0)
     optimizer.step()  # without a gradient to unscale
@@ -261,7 +253,7 @@ def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts()
 
 def test_bfloat16_parameters_have_float32_global_weights_and_error():
     parameters = problems.parameters([(32, 16)], dtype=torch.bfloat16)
-    optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=1e-3), sync_every=2, top_k=64, chunk=16)
+    optimizer = problems.optimizer_of("LocalDeMo", parameters)
     train(optimizer, range(4))
     entry = optimizer.state_dict()["state"][0]
     assert entry["global"].dtype == entry["error"].dtype == torch.float32
@@ -292,40 +284,35 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind, more):
     assert not torch.equal(parameters[0], frozen)
 
 
-def test_frozen_weights_that_differ_between_ranks_later_stay_so_after_resuming():
+@ranks.alike(2)
+def test_frozen_weights_that_differ_between_ranks_later_stay_so_after_resuming(exchange):
     """As a momentum encoder inside the model, which each rank averages by itself."""
 
-    def work(exchange):
-        def build():
-            *_, frozen = parameters = problems.parameters([(4, 4), (3,)])
-            frozen.requires_grad_(False)
-            return problems.optimizer_of("LocalDeMo", parameters, process_group=exchange, sync_every=1), frozen
+    def build():
+        *_, frozen = parameters = problems.parameters([(4, 4), (3,)])
+        frozen.requires_grad_(False)
+        return problems.optimizer_of("LocalDeMo", parameters, process_group=exchange, sync_every=1), frozen
 
-        one, frozen = build()
-        train(one, range(2), exchange.rank)
-        frozen.data.fill_(exchange.rank)
-        other, again = build()
-        again.data.copy_(frozen)
-        other.load_state_dict(problems.by_file(one.state_dict()))
-        resumed, uninterrupted = (train(each, range(2, 4), exchange.rank) for each in (other, one))
-        return resumed == uninterrupted and torch.equal(again, frozen)
-
-    assert ranks.threads(work, 2) == [True, True]
+    one, frozen = build()
+    train(one, range(2), exchange.rank)
+    frozen.data.fill_(exchange.rank)
+    other, again = build()
+    again.data.copy_(frozen)
+    other.load_state_dict(problems.by_file(one.state_dict()))
+    assert train(other, range(2, 4), exchange.rank) == train(one, range(2, 4), exchange.rank)
+    assert torch.equal(again, frozen)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_group_that_is_refused_leaves_no_trace(delay):
     optimizer = make(exact=True, delay=delay)
     train(optimizer, range(3))
-    bad = [
-        {"params": [Parameter(torch.zeros(3, dtype=torch.complex64))]},
-        {"params": [problems.all_parameters(optimizer)[0]]},
-    ]
+    bad = [Parameter(torch.zeros(3, dtype=torch.complex64)), problems.all_parameters(optimizer)[0]]
     if not delay:  # otherwise the next step says it, after the round in flight
-        bad.append({"params": [Parameter(torch.zeros(3, dtype=torch.float64))]})  # not with exact=True
-    for group in bad:
+        bad.append(Parameter(torch.zeros(3, dtype=torch.float64)))  # not with exact=True
+    for parameter in bad:
         with pytest.raises((TypeError, ValueError)):
-            optimizer.add_param_group(group)
+            optimizer.add_param_group({"params": [parameter]})
     assert len(optimizer.param_groups) == len(optimizer.inner[0].param_groups) == 1
     train(optimizer, range(3, 6))
 
