@@ -342,6 +342,21 @@ def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(rank, cal
     optimizer.step()  # nothing was sent: it can go on, as the others do
 
 
+@ranks.each(2)
+def test_regroup_of_one_rank_alone_is_told_before_it_sends_anything(rank):
+    liveness.ANSWER_SECONDS = 60.0
+    optimizer = problems.demo(None)
+    problems.fingerprints(optimizer, range(2), rank)
+    if rank == 0:
+        session = optimizer.replicator.session
+        optimizer.regroup(None)
+        told = r"rank 0 .*called step\(\) for the first time, or after regroup\(\), and rank 1 .*of 2 went on without"
+        with pytest.raises(demopt.ExchangeError, match=told):
+            problems.fingerprints(optimizer, [2], rank)
+        optimizer.replicator.session = session
+    problems.fingerprints(optimizer, range(2, 4), rank)
+
+
 @pytest.mark.filterwarnings("ignore:the state was saved 2 steps after the last round")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "owner"])
 @ranks.alike(2)

@@ -100,6 +100,8 @@ class Session:
                 old = self._agreed
                 head = replace(header, flags=NEW_LAYOUT | NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
+            else:
+                self.exchange.await_all("step() for the first time, or after regroup()")
             self.compare(wiring, header.round_number)
             if self._background is not None and self._agreed is None:
                 self.exchange.inner = self.exchange.inner.duplicate()
