@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from stores import STILL, Crash, Through, time_by
 
 from demopt.errors import DemoptError, ExchangeError
+from demopt.replicator.rounds import Follower
 from demopt.replicator.route import Result
 from demopt.runs import exchange as exchange_module
 from demopt.runs import inbox as inbox_module
@@ -65,6 +66,7 @@ class Tokens:
         self.round_number, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(8192, dtype=torch.int32)
         self.options = types.SimpleNamespace(config_facts=tuple)
         self.route, self.run, self.round = self, run, None
+        self.follower, self.fingerprint = Follower(), lambda: 0
         self.pending: list[int] = []  # done here, and not known to be applied
         self.dropped = set[int]()  # of a state that does not know what of it was sent, or before a fork
 
@@ -113,7 +115,7 @@ class Tokens:
         """Nothing goes on in the background."""
 
     def round_of(self, message: torch.Tensor, attached: Any) -> Any:
-        known = {"message": message, "attached": attached, "in_momentum": True, "outcome": None}
+        known = {"message": message, "attached": attached, "in_momentum": True, "outcome": None, "stage": "left open"}
         return types.SimpleNamespace(header=self.header(None), **known)
 
     def clear_momentum(self) -> None:
@@ -280,10 +282,9 @@ class Worker:
                 self.work()
                 again = True
                 while again:  # a round, as LocalDeMo does it
-                    if self.tokens.is_open:
-                        self._round()
+                    self.folder.end_open_round()
                     self.tokens.extract()
-                    self._round()
+                    self.folder.exchange_and_apply()
                     self.rested()
                     again = self.folder.sends_again
         except Crash:
@@ -293,11 +294,6 @@ class Worker:
             if self.run.joined:
                 self.save()
         self.ended()
-
-    def _round(self) -> None:
-        self.folder.exchange_and_apply()
-        if self.folder.is_behind:
-            self.folder.catch_up()
 
 
 class InTurns(Worker):

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import obstore
 import pytest
@@ -19,6 +19,8 @@ from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs.store import ObjectStore
+from demopt.train.config import TrainConfig
+from demopt.train.runs import worker as trainers
 
 
 @pytest.mark.parametrize(
@@ -243,3 +245,22 @@ def test_object_that_a_cache_gives_half_or_not_at_all_is_read_again(store, endin
     cache = Cache(store, ending, share)
     assert replayed(cache, key=key) == replayed(store, key=key)
     assert cache.known
+
+
+@pytest.mark.usefixtures("still")
+def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_left_out():
+    store = ObjectStore()
+    worker, other = (Counter(store, number, delay=1) for number in range(2))
+    trainer = object.__new__(trainers.Worker)
+    trainer.run, trainer.optimizer, trainer.config = worker.run, worker.optimizer, TrainConfig(top_k=1)
+    trainer._hear, trainer._validated = Mock(), {}
+    for quicker in (other, worker):  # in the first round it is late
+        for member in sorted((worker, other), key=lambda each: each is not quicker):
+            for _ in range(2):
+                member.run.unsent += member is worker
+                member.parameter.grad = torch.ones_like(member.parameter)
+                member.optimizer.local_step()
+            trainer._finish_round(1.0) if member is worker else member.optimizer.finish_round()
+    manifests = [log.read_manifest(store, worker.run.record.identity, number) for number in range(2)]
+    notes = [[each.note["sequences"] for each in manifest.senders if each.note] for manifest in manifests]
+    assert notes == [[], [4]]

@@ -274,7 +274,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
-        self._end_open_round()
+        self._rounds.end_open_round()
         self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
@@ -343,7 +343,8 @@ class LocalDeMo(ReplicatedOptimizer):
         compared = weights.here(frozen)
         if replicator.groups and not self._rounds.in_step:
             replicator.groups[0]["frozen"] = fingerprint(compared)  # for the record of a run
-        self._take_weights()
+        self.mistakes.look_at_loaded()
+        has_taken = self._rounds.join()  # a run's weights may replace the global ones; local weights then follow
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
         if is_first and not int(replicator.round_number):  # later they may differ, as MoCo's momentum encoders
@@ -353,36 +354,14 @@ class LocalDeMo(ReplicatedOptimizer):
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)
-
-    def _take_weights(self) -> None:
-        """Joins the others' rounds, where a run's weights may replace the global ones; local weights then follow."""
-        self.mistakes.look_at_loaded()
-        rounds, weights, before = self._rounds, self._weights, self.replicator.fingerprint()
-        # Local steps since the last round, which a later message may carry, count from the weights that they began at.
-        if self.local_steps and not (rounds.in_step or weights.have_start):
-            weights.hold()
-        has_taken = False
-        try:
-            has_taken = rounds.join()
-        finally:
-            if has_taken or self.replicator.fingerprint() != before:  # some may have come before an error
-                if rounds.in_step:
-                    weights.adopt()
-                elif weights.have_start:
-                    weights.land()
-                else:  # nothing was held, or `rounds` has dropped it: of no run, or sent already
-                    weights.drop_steps()
-        if not has_taken:
-            return
-        self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
-        self._inner.borrow(rounds.lent_moments())
-        self._note_gradients([parameter.grad for parameter in weights.parameters])
-        for parameter in weights.parameters:
-            parameter.grad = None  # it was computed at other weights
+        if has_taken:
+            self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
+            self._inner.borrow(self._rounds.lent_moments())
+            self._note_gradients([parameter.grad for parameter in weights.parameters])
+            for parameter in weights.parameters:
+                parameter.grad = None  # it was computed at other weights
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        if self.replicator.is_open:  # a second interrupt may have come before this, in `_round`
-            self._rounds.fail()
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
@@ -432,7 +411,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         was_left_open, background = self._left_open, self.replicator.options.background
-        self._end_open_round()
+        self._rounds.end_open_round()
         spent = self.replicator.stats if was_left_open else Stats()  # by earlier rounds of this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read
@@ -447,29 +426,10 @@ class LocalDeMo(ReplicatedOptimizer):
             except BaseException:
                 self._rounds.fail()
                 raise
-            self._catch_up()  # in a folder, after a round without this worker: adopts the global weights once more
             self.replicator.stats = spent = self.replicator.stats.after(spent)
             if not self._rounds.sends_again:
                 return
             # Late twice in a row: the error is sent at once, without local steps. So D is 0.
-
-    def _end_open_round(self) -> None:
-        """Applies the round in flight, or one that an error left open; local steps since are for the next one."""
-        if self.replicator.is_open:
-            self._rounds.exchange_and_apply()
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Applies rounds that were decided without this rank: local steps that are for the next one stay local."""
-        if not self._rounds.is_behind or self.replicator.in_flight:
-            return
-        if self.local_steps and not self._weights.have_start:  # after a catch-up that an error has ended
-            self._weights.hold()
-        try:
-            self._rounds.catch_up()
-        finally:
-            if not self._weights.have_start:  # otherwise, after `keep` or `depart`, local steps count on from there
-                self._weights.adopt()
 
     def _extract(self, sends: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
@@ -527,7 +487,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _let_begin(self) -> None:
         """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
         if self._follow_inner():
-            self._end_open_round()
+            self._rounds.end_open_round()
 
     def _attach_parts(self, is_new: bool) -> None:
         """Makes all parts that neither a copy nor a file takes along."""
@@ -535,11 +495,11 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes = Mistakes(self, is_new)
         facts = weakref.WeakMethod(self._facts)  # weak: an optimizer that nobody holds lets its inner ones step
         self.replicator.options = replace(self.replicator.options, config_facts=lambda: (facts() or tuple)())
-        self.replicator.follow = self._weights.follow
+        self.replicator.follower = self._weights
 
     def _rounds_with(self, process_group: Any) -> Rounds:
         if isinstance(process_group, VaryingExchange):
-            return process_group.rounds_of(self.replicator, self._inner.moments, self._weights.drop_steps)
+            return process_group.rounds_of(self.replicator, self._inner.moments)
         return Rounds(self.replicator)
 
     def _facts(self) -> Facts:
@@ -548,12 +508,17 @@ class LocalDeMo(ReplicatedOptimizer):
         return ("sync_every", str(self.sync_every)), *self._inner.facts(but).items()
 
     def _before_change(self, wanted: str) -> None:
-        """Raises RuntimeError inside `shared`; otherwise forgets a consolidated state, because this one changes."""
+        """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes.
+
+        In a folder, leaves a round open that `_round` could not: a second interrupt came at once.
+        """
         if self._weights.aside:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
+        if not self._rounds.in_step:
+            self._rounds.fail()
 
     # State: groups, checkpoints
 
@@ -637,12 +602,10 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        folder, current = self._rounds.entry(), self.replicator.round
+        folder = self._rounds.entry()
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:
             self._follow_inner()
-        elif current is not None and not current.is_followed:  # a handler saves within the round, which then goes on
-            self._weights.follow(current.finite, "left open")
         return {**super().own_state_dict(), **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from demopt.exchange.dtensor import like_on, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
+from demopt.replicator.rounds import Follower, Stage
 from demopt.state import SavedParameter
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
@@ -39,7 +40,7 @@ TO_REPLACE = (
 )
 
 
-class LocalWeights:
+class LocalWeights(Follower):
     """The local weights, which are the model's parameters, and the global weights of those that train."""
 
     def __init__(self, parameters: Sequence[Tensor], state_device: torch.device | None = None) -> None:
@@ -81,8 +82,7 @@ class LocalWeights:
         return len(wanted) > len(known)
 
     @property
-    def have_start(self) -> bool:
-        """Whether the local weights carry a pseudo-gradient from before the last round."""
+    def have_start(self) -> bool:  # type: ignore[override]
         return bool(self.start_of)
 
     def fingerprint(self) -> int:
@@ -159,22 +159,22 @@ class LocalWeights:
         return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
     @uninterrupted()
-    def follow(self, finite: bool, what: str) -> None:
-        """After a round that was "sent", "applied", "skipped", "failed" or "left open": by the table; `finite`: D was.
+    def follow(self, finite: bool, stage: Stage) -> None:
+        """After a round was extracted, it has come to this stage: by the table. `finite`: D was.
 
         Of a failed round nobody knows, so the next step has a round again. One that is left open has the local steps.
         """
-        if what == "sent":
+        if stage == "sent":
             self.depart(finite)
-        elif what == "applied":
+        elif stage == "applied":
             self.adopt()
         else:
             self.keep(finite)
-        if what != "failed":
+        if stage != "failed":
             self.steps = 0
         # It may move the global weights later: local ones that are equal to them now, after dropped steps, count from
         # here too.
-        if what == "left open" and not finite:
+        if stage == "left open" and not finite:
             self.hold()
 
     @uninterrupted()

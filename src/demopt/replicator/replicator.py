@@ -11,7 +11,7 @@ Shapes: W ranks, B bytes in a message.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
 from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
-from demopt.replicator.rounds import Outcome, VaryingExchange
+from demopt.replicator.rounds import Follower, Outcome, Stage, VaryingExchange
 from demopt.replicator.route import Result, read_result
 from demopt.replicator.session import Session, check_alike, copies_of, copy_tensors, difference_of_copies, tensors_at
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
@@ -87,7 +87,11 @@ class Stats:
 
 @dataclass
 class Round:
-    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far."""
+    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far.
+
+    Its stages: "begun", with nothing of this rank; "extracted"; then, unless it ends at once, "sent" in the background
+    or, in a folder, "left open" by an error; at last "applied", "skipped" or, where it is forgotten, "failed".
+    """
 
     wiring: Wiring
     header: Header
@@ -101,7 +105,7 @@ class Round:
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
     exchanged: bool = False  # the exchange and all comparisons after it are done
-    is_followed: bool = True  # `Replicator.follow` was called, or need not be, as nothing was extracted for this round
+    stage: Stage = "begun"
 
     @property
     def row(self) -> int | None:
@@ -136,9 +140,7 @@ class Replicator:
         #: Of rounds applied or skipped; in every parameter's state.
         self.round_number = torch.zeros((), dtype=torch.int64, device="cpu")
         self.round: Round | None = None
-        #: Called once for each extracted round, before any handler of a signal sees the change: with whether this
-        #: rank's gradients were finite, and "sent" (in the background), "applied", "skipped", "failed" or "left open".
-        self.follow: Callable[[bool, str], None] = lambda *_: None
+        self.follower = Follower()
         self.in_buffers: State = {}  # the state as buffers have it: a script may have put other tensors into `state`
         self._wiring: Wiring | None = None
         self._skips: float = 0  # rounds skipped in a row; below 0: that was said
@@ -234,7 +236,7 @@ class Replicator:
         for given in (gradients,) if minus is None else (gradients, minus):
             check_gradients(wiring.names, wiring.parameters, given)
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
-        current.is_followed = False
+        current.stage = "extracted"
         exchange = self.session.exchange
         if isinstance(exchange, VaryingExchange):
             hashed = self.fingerprint(state=True) if self.options.fingerprint_due(current.header.round_number) else None
@@ -392,7 +394,7 @@ class Replicator:
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
-        self.let_follow(current, "skipped" if result.skipped else "applied")
+        self.enter_stage(current, "skipped" if result.skipped else "applied")
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
         self._count_skips(result)
 
@@ -422,17 +424,18 @@ class Replicator:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         with uninterrupted():
             forgotten, self.round = self.round, None
-            self.let_follow(forgotten, "failed")
+            self.enter_stage(forgotten, "failed")
         if forgotten is None or forgotten.work is None:
             return
         if forgotten.work.exception() is None and not forgotten.exchanged:
             self.session.leave()
 
-    def let_follow(self, current: Round | None, what: str) -> None:
-        """Calls `follow`, unless that was done for the round."""
-        if current is not None and not current.is_followed:
-            current.is_followed = True
-            self.follow(current.finite, what)
+    def enter_stage(self, current: Round | None, stage: Stage) -> None:
+        """Moves a round on; the follower hears of the stage after "extracted". Call it with `uninterrupted`."""
+        if current is not None:
+            before, current.stage = current.stage, stage
+            if before == "extracted":
+                self.follower.follow(current.finite, stage)
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -443,7 +446,7 @@ class Replicator:
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         with uninterrupted():
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
-            self.let_follow(current, "sent")
+            self.enter_stage(current, "sent")
 
     def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
         """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
@@ -472,7 +475,7 @@ class Replicator:
         with uninterrupted():
             self.round = current
             current.work = self.session.submit(work, None)
-            self.let_follow(current, "sent")
+            self.enter_stage(current, "sent")
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""
@@ -486,9 +489,8 @@ class Replicator:
 
     @property
     def is_open(self) -> bool:
-        """Whether a round may have been sent, and is not applied: it is in flight, or in a folder, after an error."""
-        varies = isinstance(self.session.exchange, VaryingExchange)
-        return self.in_flight or (varies and self.round is not None)
+        """Whether a round may have been sent, and is not applied: it is in flight, or was left open by an error."""
+        return self.round is not None and self.round.stage in ("sent", "left open")
 
     # Between ranks, apart from rounds
 
@@ -542,7 +544,7 @@ class Replicator:
         self.let_extract()
         with uninterrupted():
             forgotten, self.round = self.round, None  # without waiting: a peer that is gone would hold us up
-            self.let_follow(forgotten, "failed")
+            self.enter_stage(forgotten, "failed")
         self.session = session
         self._workspace = Workspace()
         if self._wiring is not None:  # makes the next wiring take new routes: an exchange under way still uses these
@@ -570,7 +572,7 @@ class Replicator:
         new = self._begin(wiring)
         flags = new.header.flags | detached.header.flags & NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
-        new.is_followed = detached.is_followed
+        new.stage = detached.stage
         new.message = wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
@@ -584,7 +586,7 @@ class Replicator:
             self.round = None
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
-        self.let_follow(current, "applied")
+        self.enter_stage(current, "applied")
 
     def round_of(self, message: Tensor, attached: Any) -> Round:
         """Returns the round of a message from before a restart, whose content the momentum has."""
@@ -592,7 +594,7 @@ class Replicator:
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
         data = wiring.route.layout.bodies(message[HEADER_BYTES:])
-        return replace(self._begin(wiring), message=message, attached=attached, data=data)
+        return replace(self._begin(wiring), message=message, attached=attached, data=data, stage="left open")
 
     def clear_momentum(self) -> None:
         """Sets the momenta to zero: this rank starts as a new one, with weights of a peer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
 Moments = dict[str, Tensor]  # state of the inner optimizer, by "NUMBER OF PARAMETER.NAME"
+Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped", "failed"]  # of a `Round`
+
+
+class Follower:
+    """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
+
+    steps = 0  #: local ones since the last round
+    have_start = False  #: whether they carry a pseudo-gradient from before the last round
+
+    def follow(self, finite: bool, stage: Stage) -> None:
+        """After a round was extracted, it has come to this stage; `finite`: its gradients were."""
+
+    def hold(self) -> None:
+        """Before others' rounds move the replicator's weights."""
+
+    def land(self) -> None:
+        """After `hold`: local steps since the last round go on from the moved weights."""
+
+    def adopt(self) -> None:
+        """Takes the replicator's weights."""
+
+    def drop_steps(self) -> None:
+        """The same, because no round will have the local steps since the last one."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +77,8 @@ class VaryingExchange(Meter):
         """Sends a message, uint8 [B], and returns the round's outcome."""
 
     @abstractmethod
-    def rounds_of(
-        self, replicator: Replicator, moments: Callable[[], Moments], drop_steps: Callable[[], None]
-    ) -> Rounds:
-        """Returns the rounds of a replicator.
-
-        `moments` returns its inner optimizer's state, which is lent to workers that join. `drop_steps` drops its local
-        steps: they began at weights of no run, or were sent already.
-        """
+    def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> Rounds:
+        """Returns the rounds of a replicator; `moments`: its inner optimizer's, which are lent to workers that join."""
 
 
 def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
@@ -95,7 +112,6 @@ class Rounds:
     """The rounds of a fixed set of ranks: a round that fails has failed on all of them."""
 
     in_step = True  #: whether all ranks are at the same local step
-    is_behind = False  #: whether rounds may have been decided without this rank
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator
@@ -116,7 +132,12 @@ class Rounds:
 
         Then `lent_moments` are for its inner optimizer.
         """
-        self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
+        replicator, before = self.replicator, self.replicator.fingerprint()
+        try:
+            replicator.session.agree(replicator.wiring(), replicator.header)
+        finally:
+            if replicator.fingerprint() != before:  # some may have come before an error
+                replicator.follower.adopt()
         return False
 
     def lent_moments(self) -> Moments:
@@ -139,6 +160,11 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
+    def end_open_round(self) -> None:
+        """Ends the round in flight, or one that an error left open; local steps since are for the next one."""
+        if self.replicator.is_open:
+            self.exchange_and_apply()
+
     def exchange_and_apply(self) -> None:
         """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""
         try:
@@ -155,9 +181,6 @@ class Rounds:
     def rollback(self) -> None:
         """Forgets the round; waits for an exchange under way."""
         self.replicator.rollback()
-
-    def catch_up(self) -> None:
-        """Applies the rounds that were decided without this rank."""
 
     def resync(self, src: int) -> None:
         """Takes the parameters and outer state of rank `src`."""

@@ -175,15 +175,13 @@ class FolderExchange(VaryingExchange):
         """The row of this worker's last message in its round; None: it was left out."""
         return None if self.last is None else self.last.row
 
-    def rounds_of(
-        self, replicator: Replicator, moments: Callable[[], Moments], drop_steps: Callable[[], None]
-    ) -> FolderRounds:
+    def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
         """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
         if self._replicator not in (None, replicator):
             raise ValueError("this FolderExchange belongs to another optimizer; give each optimizer one of its own")
         replicator.require_gather()
         self._replicator = replicator
-        return FolderRounds(replicator, self, moments, drop_steps)
+        return FolderRounds(replicator, self, moments)
 
     # Joining
 
@@ -241,7 +239,7 @@ class FolderExchange(VaryingExchange):
         """
         self.round_began = time.monotonic()
         if ahead is None:
-            ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
+            ahead = 2 ** min(self.misses - 1, 9) if self.misses else 0
         seconds = min(seconds + self.seconds_needed, LONGEST)
         if seconds == LONGEST:
             self.say_once(f"this worker needs more than {LONGEST:.0f} s to be there, and no other waits longer")
@@ -311,12 +309,14 @@ class FolderExchange(VaryingExchange):
 
     @property
     def seconds_needed(self) -> float:
-        """The seconds that this worker needs for a round, as it says; from its second miss in a row twice as many.
-
-        The first miss is in what it has measured.
-        """
-        needed = max(self._needed, default=0.0) * 2.0 ** min(max(0, self.left_out - 1), 64)
+        """The seconds that this worker needs for a round, as it says: twice as many after each of its `misses`."""
+        needed = max(self._needed, default=0.0) * 2.0 ** min(self.misses, 64)
         return round(min(needed, LONGEST), 3)
+
+    @property
+    def misses(self) -> int:
+        """How often in a row this worker was left out, without the first time: that is in the seconds it measured."""
+        return max(0, self.left_out - 1)
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
@@ -522,7 +522,7 @@ class FolderExchange(VaryingExchange):
 
     def _obey(self, manifest: Manifest) -> None:
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
-        self.stopping = self.stopping or manifest.stop or (self._heard_stop < math.inf and self.left_out > 9)
+        self.stopping = self.stopping or manifest.stop or (self._heard_stop < math.inf and self.misses > 8)
 
     # The wish to stop
 

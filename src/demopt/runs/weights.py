@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,10 +105,10 @@ class FolderRounds(Rounds):
     | a state with a message | ends the message's round first: the manifest decides whether it counts |
     | a state older than its worker's last message | drops what that state had not sent |
 
-    Later it is *behind* after a round that it was left out of, or whose messages are gone: `catch_up`. It is on a
+    Later it is *behind* after a round that it was left out of, or whose messages are gone: `_catch_up`. It is on a
     *fork* if the store let two manifests of one round win, and the run went on from the other one: `_leave_fork`.
 
-    `moments` and `drop_steps`: see `VaryingExchange.rounds_of`.
+    `moments`: see `VaryingExchange.rounds_of`.
     """
 
     in_step = False
@@ -117,11 +118,10 @@ class FolderRounds(Rounds):
         replicator: Replicator,
         run: FolderExchange,
         moments: Callable[[], Moments] = dict,
-        drop_steps: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(replicator)
-        self.run = run
-        self.moments, self.drop_steps = moments, drop_steps
+        self.run, self.moments = run, moments
+        self._is_behind = False  # rounds may have been decided without this worker, and are not applied
         self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
         self._sent_from: int | None = None  # of that state, as `SavedWorker.sent_from`, until this worker has joined
         self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
@@ -164,11 +164,12 @@ class FolderRounds(Rounds):
             run.numbers_read.clear()  # of a state of another run
         else:
             self._check_order(groups)
-            self._enter()
-            self._follow_run()
-            if self._sent_from is not None:
-                self._drop_if_sent_since(self._sent_from)
-            run.stopping = self.is_behind = False  # which rounds of before, just followed, may have set
+            with self._carrying_steps():
+                self._enter()
+                self._follow_run()
+                if self._sent_from is not None:
+                    self._drop_if_sent_since(self._sent_from)
+            run.stopping = self._is_behind = False  # which rounds of before, just followed, may have set
         self._sent_from = None
         run.hello(self._number)
         run.joined = True
@@ -204,7 +205,7 @@ class FolderRounds(Rounds):
                     f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
                     "join with a new optimizer, or one that has loaded its state of this run"
                 )
-            self._load_newest(least=0, then=self.drop_steps)
+            self._load_newest(least=0, then=self.replicator.follower.drop_steps)
         elif restored is not None:
             run.worker = restored.worker
             if restored.before != log.digest_of(run.decided):
@@ -215,7 +216,7 @@ class FolderRounds(Rounds):
         self._restored = None
         if self.replicator.is_open:
             try:
-                self.exchange_and_apply()
+                self._exchange_and_apply()
             except DriftError as error:  # of the state's weights, from an earlier life
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self._load_newest(least=0)
@@ -243,7 +244,7 @@ class FolderRounds(Rounds):
 
     def _drop_unsent(self) -> None:
         self.replicator.clear_momentum()
-        self.drop_steps()
+        self.replicator.follower.drop_steps()
         self.run.numbers_read.clear()  # whoever holds them reads them again
         self.run.unsent = 0
 
@@ -257,7 +258,7 @@ class FolderRounds(Rounds):
             self._load_newest(least=0)
             self._follow_run(asks=False)
         finally:  # some may have come before an error
-            self.drop_steps()
+            self.replicator.follower.drop_steps()
         return self._number
 
     def resync(self, src: int) -> None:
@@ -266,15 +267,26 @@ class FolderRounds(Rounds):
         if not self.has_joined:
             self.join()
         self._load_newest(least=0)
-        self.catch_up()
+        self._catch_up()
 
     # A round
 
-    def exchange_and_apply(self) -> None:
-        """Exchanges and applies the round, then maybe writes a checkpoint. After an error it may be open: to try again.
+    def end_open_round(self) -> None:
+        if self.replicator.is_open:
+            self.exchange_and_apply()
+        elif self._is_behind:  # an error has ended the catch-up
+            self._catch_up()
 
-        The message may be in the store by then, and count.
+    def exchange_and_apply(self) -> None:
+        """Exchanges and applies the round, then catches up, if that went on without this worker.
+
+        After an error the round may be open, to try again: its message may be in the store by then, and count.
         """
+        self._exchange_and_apply()
+        if self._is_behind:
+            self._catch_up()
+
+    def _exchange_and_apply(self) -> None:
         replicator, current = self.replicator, self.replicator.round
         assert current is not None
 
@@ -293,14 +305,14 @@ class FolderRounds(Rounds):
         except ForkedError as error:
             replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
-            self.is_behind = True  # LocalDeMo then catches up, and adopts the weights of now
+            self._is_behind = True
         else:
             with uninterrupted():  # so that `decided` is the manifest of the weights
                 replicator.apply(messages)
                 self._note_end(current)
         if current.attached.envelope.leaves or self.run.stopping:
             self.run.take_back_hellos(self._number)
-        if not self.is_behind:
+        if not self._is_behind:
             assert self.run.last is not None
             self._save_if_due(self.run.last)
 
@@ -309,7 +321,7 @@ class FolderRounds(Rounds):
         outcome = current.outcome
         assert isinstance(outcome, FolderOutcome)
         # Left out, or covered: later rounds may be decided already. Drifted weights wait for `resync`.
-        self.is_behind = not isinstance(outcome.error, DriftError) and (
+        self._is_behind = not isinstance(outcome.error, DriftError) and (
             outcome.row is None or outcome.error is not None
         )
         self.run.end_round(outcome, current.attached.sequences if current.in_momentum else 0)
@@ -333,17 +345,33 @@ class FolderRounds(Rounds):
         elif has_turn or may_be_last:
             self.save()
 
+    @contextmanager
+    def _carrying_steps(self) -> Iterator[None]:
+        """While others' rounds move the weights: local steps that no round of this worker has go on from there."""
+        weights, before = self.replicator.follower, self.replicator.fingerprint()
+        if weights.steps and not weights.have_start:
+            weights.hold()
+        try:
+            yield
+        finally:  # some may have come before an error
+            if weights.have_start and self.replicator.fingerprint() != before:
+                weights.land()
+            elif not weights.have_start:
+                weights.adopt()
+
     @uninterrupted()
     def fail(self) -> None:
         """After an error: the round stays open, to be tried again, because its message may be in a manifest."""
-        self.replicator.let_follow(self.replicator.round, "left open")
+        current = self.replicator.round
+        if current is not None and current.stage == "extracted":
+            self.replicator.enter_stage(current, "left open")
 
     rollback = fail
 
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        return self.run.left_out > 1 and not (self._leaves or self._is_over or self.replicator.in_flight)
+        return self.run.misses > 0 and not (self._leaves or self._is_over or self.replicator.in_flight)
 
     @property
     def _is_over(self) -> bool:
@@ -351,14 +379,14 @@ class FolderRounds(Rounds):
         run = self.run
         return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
-        self._follow_run()
+        with self._carrying_steps():
+            self._follow_run()
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
-        self.is_behind = False
-        # With a row, `exchange_and_apply` has done it, or there is a newer checkpoint.
-        if self.run.last is not None and self.run.last.row is None:
+        self._is_behind = False
+        if self.run.last is not None:
             self._save_if_due(self.run.last)
 
     # Rounds that were decided without this worker
@@ -576,6 +604,7 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
+        self.fail()  # a signal's handler may save within a round
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
             return self._restored.entry()
         if not self._run_of_weights:

@@ -271,12 +271,12 @@ class Worker(Training):
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
+        self.optimizer.flush()  # with delay: if the round in flight left its message out, this one has those sequences
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.speed}
         if self.config.top_k is None:
             self.optimizer.samples = min(max(1, self.run.unsent), (1 << 32) - 1)  # a small machine counts as that
         # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
-        # With delay, the work of a message in flight that is left out is in the next note.
         self.optimizer.finish_round()
         self._hear(loss)
         stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
