@@ -5,11 +5,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
+from demopt.wire.checksum import fingerprint
 
 SHAPES = [(32, 16), (17, 19), (20,)]
 OWNERS = "LocalDeMo with owners"  # which keep errors of their own
@@ -28,15 +28,21 @@ def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = 
     return LocalDeMo(inner, top_k=24, chunk=16, **more)
 
 
+def trained(kind: str, exchange: Any, steps: int = 5, **more: Any) -> Any:
+    """One that has trained; after five steps a LocalDeMo is between two rounds."""
+    optimizer = build(kind, process_group=exchange, **more)
+    problems.fingerprints(optimizer, range(steps), exchange.rank)
+    return optimizer
+
+
 def shown(optimizer: Any) -> Any:
     """The context in which the model has the global weights; saving between two rounds warns of nothing there."""
     return optimizer.shared() if isinstance(optimizer, LocalDeMo) else contextlib.nullcontext()
 
 
-def end(optimizer: Any, rank: int) -> tuple[list[Tensor], int]:
-    """Parameters and fingerprint after four more steps."""
-    problems.fingerprints(optimizer, range(5, 9), rank)
-    return problems.values(optimizer), optimizer.fingerprint()
+def end(optimizer: Any, rank: int) -> tuple[list[int], int]:
+    """Fingerprints of four more steps, and of the local parameters at the end."""
+    return problems.fingerprints(optimizer, range(5, 9), rank), fingerprint(problems.values(optimizer))
 
 
 def saved(optimizer: Any) -> dict[str, Any]:

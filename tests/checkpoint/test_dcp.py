@@ -24,7 +24,7 @@ def _save(rank, world_size, kind, folder, late=False):
     problems.fingerprints(optimizer, range(5), rank)
     before = copy.deepcopy(carriers.saved(optimizer))
     with carriers.shown(optimizer):
-        model = {str(n): p.detach().clone() for n, p in enumerate(problems.all_parameters(optimizer))}
+        model = dict(enumerate(problems.values(optimizer)))
         whole = {"model": model, "one": {"optimizer": OptimizerState(optimizer).state_dict()}}
         if late:
             writing = dcp.async_save(whole, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
@@ -41,8 +41,7 @@ def _load(rank, world_size, kind, folder, planner):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in carriers.SHAPES]
     optimizer = carriers.build(kind, parameters=parameters)
     holder = OptimizerState(optimizer)
-    model = {str(n): p.data for n, p in enumerate(parameters)}
-    whole = {"model": model, "one": {"optimizer": holder.state_dict()}}
+    whole = {"model": dict(enumerate(p.data for p in parameters)), "one": {"optimizer": holder.state_dict()}}
     dcp.load(whole, checkpoint_id=folder, planner=planner)
     told = problems.warned(lambda: holder.load_state_dict(whole["one"]["optimizer"]))
     state = copy.deepcopy(carriers.saved(optimizer))
@@ -53,10 +52,7 @@ def _load(rank, world_size, kind, folder, planner):
 def test_dcp_and_its_own_planner_resume_every_rank_bit_for_bit(kind, late, tmp_path):
     folder = str(tmp_path / "checkpoint")
     saved, loaded = ranks.run(_save, 3, kind, folder, late), ranks.run(_load, 3, kind, folder, None)
-    for (_, expected), (_, resumed, told) in zip(saved, loaded, strict=True):
-        assert problems.same(expected[0], resumed[0])
-        assert expected[1] == resumed[1]
-        assert told == []
+    assert [(end, told) for _, end, told in loaded] == [(end, []) for _, end in saved]
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
@@ -137,8 +133,8 @@ def test_shards_refuse_a_state_of_whole_parameters_and_nothing_changes(kind):
 
 
 def test_dcp_keeps_owners_errors_of_shards_among_fewer_replicas(tmp_path):
-    before = ranks.run(_sharded, 4, carriers.OWNERS, str(tmp_path / "checkpoint"), True)
-    after = ranks.run(_sharded, 2, carriers.OWNERS, str(tmp_path / "checkpoint"), False)
+    folder = str(tmp_path / "checkpoint")
+    before, after = (ranks.run(_sharded, number, carriers.OWNERS, folder, number == 4) for number in (4, 2))
     for shard in (0, 1):
         for number in range(4):
             old = torch.stack([unsent[number] for unsent, _ in before[shard::2]]).mean(0)

@@ -46,10 +46,9 @@ def _goes_on(exchange, states, reduction):
     everything = {"top_k": 16 * 16, "values": "float64", "reduction": reduction, "update": "sgd", "alpha": 1.0}
     optimizer = problems.demo(exchange, dtype=torch.float64, fingerprint_every=0, **everything)
     optimizer.load_state_dict(states[exchange.rank])
-    for group in optimizer.param_groups:
-        group.update(everything)
+    optimizer.param_groups[0].update(everything)
     optimizer.step()
-    return [p.detach() for p in problems.all_parameters(optimizer)], problems.momenta(optimizer)
+    return problems.values(optimizer), problems.momenta(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
@@ -141,8 +140,7 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
     states = {}
 
     def work(exchange):
-        optimizer = carriers.build(kind, process_group=exchange)
-        problems.fingerprints(optimizer, range(5), exchange.rank)  # of LocalDeMo: two steps after a round
+        optimizer = carriers.trained(kind, exchange)
         carriers.consolidate(optimizer, to=1)
         states[exchange.rank] = problems.saved(carriers.saved(optimizer))
         exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # until all are there
@@ -157,42 +155,34 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
         return carriers.end(optimizer, exchange.rank), carriers.end(new, exchange.rank)
 
     for expected, resumed in ranks.threads(work, 3):
-        assert problems.same(expected[0], resumed[0])
-        assert expected[1] == resumed[1]
+        assert expected == resumed
 
 
-def test_consolidated_state_is_of_rank_0_until_the_next_change():
-    def consolidated(exchange):
-        optimizer, found = carriers.build("DeMo", process_group=exchange), []
-        for change in (
-            lambda: None,
-            lambda: problems.fingerprints(optimizer, range(1), exchange.rank),
-            lambda: optimizer.load_state_dict(optimizer.state_dict()),
-            lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]}),
-        ):
-            carriers.consolidate(optimizer)
-            change()
-            found.append(bool(separated(optimizer.state_dict())))
-        return found
-
-    assert ranks.threads(consolidated, 2) == [[True, False, False, False], [False] * 4]
-
-
-def test_consolidation_waits_for_a_round_in_flight():
-    """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
-
-    def consolidated(exchange):
-        optimizer = carriers.build("LocalDeMo", process_group=exchange, delay=1)
-        problems.fingerprints(optimizer, range(4), exchange.rank)
-        assert optimizer.replicator.in_flight
+@ranks.alike(2)
+def test_consolidated_state_is_of_rank_0_until_the_next_change(exchange):
+    optimizer = carriers.build("DeMo", process_group=exchange)
+    for change in (
+        lambda: problems.fingerprints(optimizer, range(1), exchange.rank),
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]}),
+    ):
         carriers.consolidate(optimizer)
-        state = carriers.saved(optimizer)
-        optimizer.flush()
-        return optimizer.fingerprint(), state
+        assert bool(separated(optimizer.state_dict())) == (exchange.rank == 0)
+        change()
+        assert not separated(optimizer.state_dict())
 
-    (one, state), (other, _) = ranks.threads(consolidated, 2)
-    assert one == other
-    assert [bool(separated(state)[rank]["state"][0]["error"].any()) for rank in range(2)] == [True, True]
+
+@ranks.alike(2)
+def test_consolidation_waits_for_a_round_in_flight(exchange):
+    """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
+    optimizer = carriers.trained("LocalDeMo", exchange, 4, delay=1)
+    assert optimizer.replicator.in_flight
+    carriers.consolidate(optimizer)
+    states = separated(carriers.saved(optimizer))
+    assert all(state["state"][0]["error"].any() for state in states.values())
+    assert len(states) == (2 if exchange.rank == 0 else 0)
+    optimizer.flush()
+    return optimizer.fingerprint()
 
 
 @ranks.each(4)
@@ -204,8 +194,7 @@ def test_consolidated_state_is_on_the_first_process_of_a_node(rank):
 
 
 def _consolidated(exchange, kind):
-    optimizer = carriers.build(kind, process_group=exchange)
-    problems.fingerprints(optimizer, range(5), exchange.rank)
+    optimizer = carriers.trained(kind, exchange)
     mine = carriers.saved(optimizer)
     carriers.consolidate(optimizer)
     return mine, carriers.saved(optimizer)
@@ -217,16 +206,15 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind, monkey
     monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
 
+    expected = demopt.reshard([mine for mine, _ in results], 3)
+
     def takes(exchange):
         optimizer = carriers.build(kind, process_group=exchange)
         optimizer.load_state_dict(results[0][1])
-        return carriers.saved(optimizer)
+        carriers.assert_resharded(carriers.saved(optimizer), expected[exchange.rank])
 
-    if kind == carriers.OWNERS:
-        assert all(carriers.owned(mine) for mine, _ in results)
-    expected = demopt.reshard([mine for mine, _ in results], 3)
-    for state, wanted in zip(ranks.threads(takes, 3), expected, strict=True):
-        carriers.assert_resharded(state, wanted)
+    assert kind != carriers.OWNERS or all(carriers.owned(mine) for mine, _ in results)
+    ranks.threads(takes, 3)
 
 
 @pytest.mark.parametrize("ranks", [3, [1], {"0": {}}, {0: 3}, {0: {}}, {0: {"state": {0: 3}}}, {1: {}}], ids=str)
@@ -257,27 +245,24 @@ def test_consolidated_state_without_a_rank_is_refused():
 @pytest.mark.parametrize(("kind", "more", "many"), [("DeMo", {}, 0), ("LocalDeMo", {"sync_every": 20}, 1)])
 def test_consolidation_says_what_it_costs(kind, more, many, monkeypatch):
     monkeypatch.setattr("demopt.state.MANY_STEPS", 300)  # the model is small beside the description of its state
-    sync_every, results = more.get("sync_every", 1), []
+    sync_every, costs = more.get("sync_every", 1), []
 
-    def cost(exchange):
-        """The bytes of a step, of a consolidation, and of a step after it."""
-        optimizer = carriers.build(kind, process_group=exchange, **more)
-        problems.fingerprints(optimizer, range(sync_every), exchange.rank)
+    def consolidates(exchange):
+        optimizer = carriers.trained(kind, exchange, sync_every, **more)
         step = optimizer.stats.received_bytes
         for _ in range(2):  # it warns once
             optimizer.consolidate_state_dict(to=1)
         whole = optimizer.stats.consolidated_bytes
+        assert whole > step
+        assert (whole > 300 * step / sync_every) == bool(many)
+        costs.append(whole)
         problems.fingerprints(optimizer, range(1), exchange.rank)
-        return step, whole, optimizer.stats.consolidated_bytes
+        assert optimizer.stats.consolidated_bytes == 0
 
-    told = problems.warned(lambda: results.extend(ranks.threads(cost, 2)))
-    (step, whole, after), (_, *theirs) = results
-    assert [whole, after] == theirs, "as many bytes are received as sent"
-    assert whole > step
-    assert after == 0
-    assert (whole > 300 * step / sync_every) == bool(many)
-    assert len(told) == many, "rank 1 alone warns"
-    assert [f"rank 1 received {whole:,} bytes of states, as many as in" in text for text in told] == [True] * many
+    told = problems.warned(lambda: ranks.threads(consolidates, 2))
+    assert costs[0] == costs[1], "as many bytes are received as sent"
+    says = f"rank 1 received {costs[0]:,} bytes of states, as many as in"
+    assert [says in text for text in told] == [True] * many, "rank 1 alone warns"
 
 
 @pytest.mark.parametrize("byte", [0, 64])
