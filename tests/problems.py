@@ -17,6 +17,7 @@ from demopt import DeMo, LocalDeMo
 from demopt.core.chunking import Chunking
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import Exchange, Meter, SingleRank
+from demopt.wire.checksum import fingerprint
 
 Shapes = Sequence[Sequence[int]]
 Hook = Callable[[int], object]  # it gets the number of a step
@@ -221,6 +222,11 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Whether all tensors are equal, bit for bit and in dtype."""
     same_length = len(left) == len(right)
     return same_length and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def bits(tensors: Iterable[Tensor]) -> int:
+    """A hash of their bits, dtypes and order; of whole tensors, where they are sharded."""
+    return fingerprint([(each.full_tensor() if hasattr(each, "full_tensor") else each).detach() for each in tensors])
 
 
 def same_history(left: History, right: History) -> bool:

@@ -127,39 +127,42 @@ def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 
 
 def each(world_size: int, run: Callable[..., Any] = run) -> Callable[..., Any]:
-    """Makes of a function a test that each of some gloo ranks runs, with what pytest gives it, and its `rank`."""
+    """Makes of a function a test that each of some gloo ranks runs, with what pytest gives it, and its `rank`.
 
-    def wrap(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def test(**given: Any) -> None:
-            run(_by_name, world_size, function.__module__, function.__name__, given)
+    All must return the same.
+    """
 
-        given = inspect.signature(function).parameters
-        test.__signature__ = inspect.Signature([given[name] for name in given if name != "rank"])
-        return test
+    def of_all(function: Callable[..., Any], given: dict[str, Any]) -> list[Any]:
+        return run(_by_name, world_size, function.__module__, function.__name__, given)
 
-    return wrap
+    return functools.partial(_test, of_all, "rank")
 
 
-def _by_name(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+def _by_name(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> Any:
     function = getattr(importlib.import_module(module), name).__wrapped__
-    function(**given, **({"rank": rank} if "rank" in inspect.signature(function).parameters else {}))
+    return function(**given, **({"rank": rank} if "rank" in inspect.signature(function).parameters else {}))
 
 
 def alike(world_size: int) -> Callable[..., Any]:
-    """Makes of a function a test that each of some threads runs, with its `exchange`; all must return the same."""
+    """As `each`, for threads, which get their `exchange`."""
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def test(**given: Any) -> None:
-            first, *others = threads(lambda exchange: function(exchange, **given), world_size)
-            assert others == [first] * (world_size - 1)
+    def of_all(function: Callable[..., Any], given: dict[str, Any]) -> list[Any]:
+        return threads(lambda exchange: function(exchange, **given), world_size)
 
-        given = inspect.signature(function).parameters
-        test.__signature__ = inspect.Signature([given[name] for name in given if name != "exchange"])
-        return test
+    return functools.partial(_test, of_all, "exchange")
 
-    return wrap
+
+def _test(of_all: Callable[..., list[Any]], own: str, function: Callable[..., Any]) -> Callable[..., None]:
+    """A test of a function that ranks run, without the argument that is each rank's own."""
+
+    @functools.wraps(function)
+    def test(**given: Any) -> None:
+        first, *others = of_all(function, given)
+        assert others == [first] * len(others)
+
+    given = inspect.signature(function).parameters
+    test.__signature__ = inspect.Signature([given[name] for name in given if name != own])
+    return test
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

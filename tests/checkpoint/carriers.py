@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.wire.checksum import fingerprint
 
 SHAPES = [(32, 16), (17, 19), (20,)]
 OWNERS = "LocalDeMo with owners"  # which keep errors of their own
@@ -42,7 +41,7 @@ def shown(optimizer: Any) -> Any:
 
 def end(optimizer: Any, rank: int) -> tuple[list[int], int]:
     """Fingerprints of four more steps, and of the local parameters at the end."""
-    return problems.fingerprints(optimizer, range(5, 9), rank), fingerprint(problems.values(optimizer))
+    return problems.fingerprints(optimizer, range(5, 9), rank), problems.bits(problems.values(optimizer))
 
 
 def saved(optimizer: Any) -> dict[str, Any]:
