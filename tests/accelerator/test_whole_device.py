@@ -5,6 +5,7 @@ import functools
 import re
 import threading
 import warnings
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -123,22 +124,22 @@ def train(exchange, device, case, steps=STEPS, **more):
     model = small(device, getattr(torch, re.search("bfloat16|float64|$", case)[0] or "float32"))
     assert not model.convolution.weight.is_contiguous()
     optimizer = optimizer_of(case, model, exchange, **more)
-    for step in range(steps):
-        fill(model, exchange.rank, step)
-        optimizer.step()
+    steps_on(model, optimizer, exchange.rank, range(steps))
     return model, optimizer
+
+
+def shown(optimizer):
+    return optimizer.shared() if isinstance(optimizer, demopt.LocalDeMo) else nullcontext()
 
 
 def tensors(model, optimizer):
     """Parameters and all state, on the CPU."""
-    if hasattr(optimizer, "flush"):
+    if isinstance(optimizer, demopt.LocalDeMo):
         optimizer.flush()
-    with optimizer.shared() if hasattr(optimizer, "shared") else torch.no_grad():
+    with shown(optimizer):
         found = [parameter.detach().cpu().clone() for parameter in model.parameters()]
-    state = optimizer.state_dict()["state"]
-    for number in sorted(state):
-        entry = state[number]
-        found += [entry[name].cpu() for name in sorted(entry) if isinstance(entry[name], torch.Tensor)]
+    for _, entry in sorted(optimizer.state_dict()["state"].items()):
+        found += [value.cpu() for _, value in sorted(entry.items()) if isinstance(value, torch.Tensor)]
     return found
 
 
@@ -178,22 +179,25 @@ def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(ca
     assert problems.same(tensors(model, optimizer), expected)
     problems.warned(optimizer.consolidate_state_dict)  # of the bytes that this takes
     optimizer.regroup(exchange)
-    fill(model, exchange.rank, STEPS)
-    optimizer.step()
+    steps_on(model, optimizer, exchange.rank, [STEPS])
     optimizer.resync(1)
-    fingerprints = demopt.exchange.interface.gather_values(exchange, optimizer.fingerprint(), torch.device("toy"))
     assert backend == "gloo" or toyccl.CALLS.count("all_to_all" if "owner" in case else "all_gather") > 2
+    mark = optimizer.fingerprint()
     torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=20))
-    assert fingerprints[0] == fingerprints[1]
     assert toy.races() == set()
+    return mark
 
 
-def go_on_alike(rank, case, *pairs):
+def steps_on(model, optimizer, rank, steps):
+    for step in steps:
+        fill(model, rank, step)
+        optimizer.step()
+
+
+def go_on_alike(rank, *pairs):
     """Two more steps of two models with their optimizers, which must stay equal."""
-    for step in (4, 5):
-        for model, optimizer in pairs:
-            fill(model, rank, step)
-            optimizer.step()
+    for pair in pairs:
+        steps_on(*pair, rank, (4, 5))
     assert problems.same(*(tensors(*pair) for pair in pairs))
 
 
@@ -210,10 +214,10 @@ def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(c
             model, optimizer = train(next(mine), source, case, steps=4)
             twin = copy.deepcopy(model).to(target)
             again = optimizer_of(case, twin, next(mine))
-            if isinstance(optimizer, demopt.LocalDeMo):
+            if case != "DeMo":
                 optimizer.flush()
             again.load_state_dict(problems.by_file(optimizer.state_dict(), where))
-            go_on_alike(exchange.rank, case, (model, optimizer), (twin, again))
+            go_on_alike(exchange.rank, (model, optimizer), (twin, again))
         if "owner" in case:  # the owner's error, read to the host, enters a momentum on the device
             other = optimizer_of("LocalDeMo", copy.deepcopy(model), next(mine))
             other.load_state_dict(problems.by_file(optimizer.state_dict(), "cpu"))
@@ -221,8 +225,7 @@ def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(c
         if exchange.rank == 0:
             single, alone = train(SingleRank(), "toy", case, steps=0)
             alone.load_state_dict(optimizer.state_dict())
-            fill(single, 0, 0)
-            alone.step()
+            steps_on(single, alone, 0, [0])
 
     ranks.threads(work, 2)
 
@@ -279,12 +282,10 @@ def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(case):
     model, optimizer = train(SingleRank(), "toy", case)
     fill(model, 0, STEPS)
     message = optimizer.extract()
-    header = optimizer.replicator.round.header
-    hostile = pack_message(header, torch.full_like(message[HEADER_BYTES:], 0xFF), device=message.device)
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(MessageError, match="message of rank 0"):
+    body = torch.full_like(message[HEADER_BYTES:], 0xFF)
+    hostile = pack_message(optimizer.replicator.round.header, body, device=message.device)
+    with problems.unchanged(optimizer), pytest.raises(MessageError, match="message of rank 0"):
         optimizer.apply(optimizer.exchange(hostile))
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 @toy.each(2)
@@ -302,11 +303,11 @@ def test_dcp_moves_a_state_between_accelerator_and_cpu(case, tmp_path):
     for source, target in (("toy", "cpu"), ("cpu", "toy")):
         model, optimizer = train(SingleRank(), source, case, steps=4)
         twin, again = train(SingleRank(), target, case, steps=0)
-        with optimizer.shared() if case != "DeMo" else torch.no_grad():
+        with shown(optimizer):
             dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=tmp_path / source)
             twin.load_state_dict(model.state_dict())
         dcp.load({"optimizer": OptimizerState(again)}, checkpoint_id=tmp_path / source, planner=LoadPlanner())
-        go_on_alike(0, case, (model, optimizer), (twin, again))
+        go_on_alike(0, (model, optimizer), (twin, again))
 
 
 @pytest.mark.parametrize("case", ["LocalDeMo", "LocalDeMo, host"])
@@ -317,9 +318,7 @@ def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(case):
         model, optimizer = train(demopt.FolderExchange(store, patience=0.0), device, case, steps=0)
         optimizer.join()
         if device == "toy":
-            for step in range(4):
-                fill(model, 0, step)
-                optimizer.step()
+            steps_on(model, optimizer, 0, range(4))
             optimizer.replicator.session.exchange.wait_for_uploads()
         digests[device] = weights_digest(optimizer.replicator)
     assert digests["toy"] == digests["cpu"]
@@ -341,14 +340,14 @@ def test_extra_memory_stays_in_bounds(kind):
     before, _ = toy.memory()  # of other tests in this process
     params = [nn.Parameter(torch.zeros(1024, 1024, device="toy")) for _ in range(4)]
     on_host, (held, at_rest, in_a_step) = "host" in kind, MOST[kind]
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
     if kind.startswith("DeMo"):
         rule = "muon" if "muon" in kind else "signum"
         optimizer = demopt.DeMo(params, update=rule, process_group=SingleRank())
     else:
         inner = torch.optim.SGD(params, lr=0.1, foreach=True)
         optimizer = demopt.LocalDeMo(inner, sync_every=1, process_group=SingleRank(), **CASES[kind])
-    for parameter in params:
-        parameter.grad = torch.ones_like(parameter)
     weights = 4 * (1 << 20) * 4
     known = before + weights * held + (0 if on_host else TABLES)
     with mock.patch("demopt.codec.steps._BATCH_ELEMENTS", 1 << 20):  # a matrix
@@ -400,34 +399,30 @@ def _kernels(counts):
 def test_with_its_state_on_the_host_local_demo_runs_nothing_but_copies_on_the_device(case, dtype):
     """In four steps, looks at the weights, and saving; beside the steps of the inner optimizer alone."""
 
-    def work(exchange):
+    def counts_of_steps(model, optimizer, rank):
         counts = []
-        for wrapped in (True, False):
-            model = small("toy", dtype)
-            between = gpu.ThroughHost(exchange) if "delay" in case else exchange
+        for step in range(4):
+            fill(model, rank, step)
             with toy.counting() as found:
-                optimizer = optimizer_of(case, model, between, kernels="auto") if wrapped else adamw(model.parameters())
+                optimizer.step()
             counts.append(found)
-            for step in range(4):
-                fill(model, exchange.rank, step)
-                with toy.counting() as found:
-                    optimizer.step()
-                counts.append(found)
-            if wrapped:
-                with toy.counting() as found:
-                    optimizer.flush()
-                    with optimizer.shared():
-                        optimizer.fingerprint()
-                    optimizer.state_dict()
-                counts.append(found)
         return counts
 
+    def work(exchange):
+        model, other = small("toy", dtype), small("toy", dtype)
+        between = gpu.ThroughHost(exchange) if "delay" in case else exchange
+        with toy.counting() as built:
+            optimizer = optimizer_of(case, model, between, kernels="auto")
+        steps = counts_of_steps(model, optimizer, exchange.rank)
+        with toy.counting() as looks:
+            optimizer.flush()
+            with optimizer.shared():
+                optimizer.fingerprint()
+            optimizer.state_dict()
+        alone = counts_of_steps(other, adamw(other.parameters()), exchange.rank)
+        assert [*map(_kernels, (built, *steps, looks))] == [*map(_kernels, ({}, *alone, {}))]
+        assert min(steps[1]["to host"], steps[1]["to device"], alone[1]["launches"]) > 0
+
     toy.races()
-    counts = ranks.threads(work, 2)[0]
-    (built, *steps, looks), alone = counts[:6], counts[7:]
-    for mine, theirs in zip([built, *steps, looks], [{}, *alone, {}], strict=True):
-        assert _kernels(mine) == _kernels(theirs)
-    assert steps[1]["to host"] > 0
-    assert steps[1]["to device"] > 0
-    assert alone[1]["launches"] > 0
+    ranks.threads(work, 2)
     assert toy.races() == set()

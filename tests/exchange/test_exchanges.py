@@ -34,8 +34,8 @@ def conform(exchange):
             assert gathered[row].unique().tolist() == [10 * round_ + row]
         assert message.unique().tolist() == [10 * round_ + rank], "the message itself stays as it was"
     for size in (1, 8, 1000):
-        parts = torch.full((world_size, size), 0, dtype=torch.uint8) + torch.arange(world_size)[:, None] + 10 * rank
-        received = exchange.all_to_all(parts.to(torch.uint8))
+        parts = (torch.arange(world_size, dtype=torch.uint8)[:, None] + 10 * rank).repeat(1, size)
+        received = exchange.all_to_all(parts)
         assert (received.dtype, received.shape) == (torch.uint8, (world_size, size))
         assert received[:, -1].tolist() == [10 * sender + rank for sender in range(world_size)]
     for dst in range(world_size):
@@ -81,17 +81,13 @@ def test_collective_conforms_in_groups_and_meshes(rank):
     assert (resolve(mesh["out"]).rank, resolve(mesh["in"]).rank) == divmod(rank, 2)
 
 
-def _nodes(rank, world_size, steps):
-    """Two nodes of two ranks: gradients are averaged inside a node, and the nodes exchange messages."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "inside"))
-    return problems.train(problems.demo(mesh, dtype=torch.float64, values="float64", update="sgd"), range(steps), rank)
-
-
-def test_hierarchical_node_acts_as_one_rank():
-    """As one with the mean gradients of its ranks."""
+@ranks.each(4)
+def test_hierarchical_node_acts_as_one_rank(rank):
+    """As one with the mean gradients of its ranks, of two nodes of two."""
+    exact = {"dtype": torch.float64, "values": "float64", "update": "sgd"}
 
     def node(exchange):
-        optimizer = problems.demo(exchange, dtype=torch.float64, values="float64", update="sgd")
+        optimizer = problems.demo(exchange, **exact)
         parameters = problems.all_parameters(optimizer)
 
         def average(step):
@@ -101,11 +97,11 @@ def test_hierarchical_node_acts_as_one_rank():
 
         return problems.train(optimizer, range(3), exchange.rank, average)
 
-    of_ranks, of_nodes = ranks.run(_nodes, 4, 3), ranks.threads(node, 2)
-    problems.assert_replicas(of_ranks)
-    for rank, history in enumerate(of_ranks):
-        got, want = (each.parameters + each.momenta for each in (history, of_nodes[rank // 2]))
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "inside"))
+    history, of_node = problems.train(problems.demo(mesh, **exact), range(3), rank), ranks.threads(node, 2)[rank // 2]
+    got, want = (each.parameters + each.momenta for each in (history, of_node))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    return history
 
 
 OF_A_NODE = [
@@ -114,24 +110,18 @@ OF_A_NODE = [
 ]
 
 
-def _averaged(inside):
-    """Gradients of three dtypes, in an order that mixes them, after their mean; and the bytes that it took."""
-    metered = Meter(inside)
-    gradients = [problems.draw(shape, inside.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
+@ranks.alike(3)
+def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_as_they_are(exchange):
+    """Of gradients of three dtypes, in an order that mixes them."""
+    metered = Meter(exchange)
+    gradients = [problems.draw(shape, exchange.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
     average(gradients, metered)
-    return gradients, metered.sent_bytes
-
-
-def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_as_they_are():
-    results = ranks.threads(_averaged, 3)
     thirds = 2 * -(-7009 // 3) + 8 * -(-5 // 3) + 4  # bytes
-    for _, sent in results:
-        assert sent == 2 * 2 * thirds
-    for index, (shape, dtype) in enumerate(OF_A_NODE):
-        of_ranks = [problems.draw(shape, rank, dtype=dtype) for rank in range(3)]
-        wide = torch.stack([each.to(torch.promote_types(dtype, torch.float32)) for each in of_ranks])
-        for gradients, _ in results:
-            assert torch.equal(gradients[index], (wide.sum(0) / 3).to(dtype))
+    assert metered.sent_bytes == 2 * 2 * thirds
+    for found, (shape, dtype) in zip(gradients, OF_A_NODE, strict=True):
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.stack([problems.draw(shape, rank, dtype=dtype).to(wide) for rank in range(3)]).sum(0)
+        assert torch.equal(found, (total / 3).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +152,10 @@ def test_collective_needs_init_process_group():
         Collective()
 
 
-def test_all_gather_refuses_unlike_lengths():
-    def uneven(exchange):
-        with pytest.raises(ExchangeError, match=r"\[3, 4\]"):
-            exchange.all_gather(torch.zeros(3 + exchange.rank, dtype=torch.uint8))
-
-    ranks.threads(uneven, 2)
+@ranks.alike(2)
+def test_all_gather_refuses_unlike_lengths(exchange):
+    with pytest.raises(ExchangeError, match=r"\[3, 4\]"):
+        exchange.all_gather(torch.zeros(3 + exchange.rank, dtype=torch.uint8))
 
 
 def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
@@ -202,9 +190,7 @@ def test_collective_timeout_names_step_and_rank(rank):
     assert time.monotonic() - begun < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
     store.set(f"gave up {rank}", "")
     assert isinstance(error, ExchangeError)
-    assert "step 2" in str(error)
-    assert "rank 2" in str(error)
-    assert "rank 0" not in str(error)
+    assert [each in str(error) for each in ("step 2", "rank 2", "rank 0")] == [True, True, False]
 
 
 def test_two_levels_may_have_two_backends():
@@ -234,19 +220,15 @@ def test_demo_warns_a_launched_rank_without_group(monkeypatch):
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_group_made_after_the_optimizer_is_used_and_after_steps_takes_weights_of_rank_0(steps_before):
-    histories = ranks.run(_group_made_late, 2, steps_before)
-    problems.assert_replicas(histories)
-    assert not problems.same(histories[0].momenta, histories[1].momenta)
-
-
-def _group_made_late(rank, world_size, steps_before):
+@ranks.each(2)
+def test_group_made_after_the_optimizer_is_used_and_after_steps_takes_weights_of_rank_0(rank, steps_before):
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     optimizer = problems.demo()
     problems.train(optimizer, range(steps_before), rank)  # alone: the ranks diverge
-    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=2)
     differ = steps_before > 0 and rank == 0
-    told = pytest.warns(UserWarning, match="parameters .* of rank 1 differ") if differ else nullcontext()
-    with told:
-        return problems.train(optimizer, range(1, 4), rank)
+    with pytest.warns(UserWarning, match="parameters .* of rank 1 differ") if differ else nullcontext():
+        history = problems.train(optimizer, range(1, 4), rank)
+    assert len(set(gather_values(resolve(None), problems.bits(history.momenta)))) == 2
+    return history

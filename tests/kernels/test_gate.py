@@ -151,9 +151,8 @@ def test_a_wrong_tensor_is_refused_or_read_rightly(entry, which, name):
     except (TypeError, ValueError, AttributeError):
         return
     plain = _copies(entry)
-    if name == "far":
-        return  # other numbers are none of the gate's business, where they stay inside of the memory
-    if torch.is_tensor(wrong[argument]) and wrong[argument].shape == plain[argument].shape:
+    # "far": other numbers are none of the gate's business, where they stay inside of the memory
+    if name != "far" and torch.is_tensor(wrong[argument]) and wrong[argument].shape == plain[argument].shape:
         # the numbers that the mutation leaves, as a plain tensor of the dtype that it had
         left = MUTATIONS[name](plain[argument]).resolve_neg().to(plain[argument].dtype, copy=True).contiguous()
         assert problems.same(found, _outcome(entry, {**plain, argument: left}))
@@ -181,69 +180,64 @@ def test_tensors_that_share_memory_with_a_written_one_are_refused(entry, written
 SHAPES = [(33, 20), (40,), (2, 3, 5)]
 
 
-def _make(kind, kernels="auto", shapes=SHAPES):
+def _make(kind="DeMo", kernels="auto", shapes=SHAPES):
     more = {"exchange": SingleRank(), "shapes": shapes, "kernels": kernels}
-    optimizer = problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
-    return optimizer, problems.all_parameters(optimizer)
+    return problems.demo(**more, update="sgd") if kind == "DeMo" else problems.local(**more)
 
 
 @given(which=st.integers(0, 2), name=st.sampled_from(sorted(MUTATIONS)), kernels=st.sampled_from(["auto", "torch"]))
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which, name, kernels):
-    replicator = _make("DeMo", kernels)[0].replicator
+    optimizer = _make("DeMo", kernels)
+    replicator, before = optimizer.replicator, problems.momenta(optimizer)
     gradients = [problems.draw(shape, 5) for shape in SHAPES]
-    before = [entry["momentum"].clone() for entry in replicator.state.values()]
     try:
-        gradients[which] = MUTATIONS[name](gradients[which])
+        gradients[which] = given_ = MUTATIONS[name](gradients[which])
     except (RuntimeError, IndexError):
         return
-    given_ = gradients[which]
-    told = ""
     try:
         replicator.apply(replicator.exchange(replicator.extract(gradients)))
     except (TypeError, ValueError) as error:
         told = str(error)
-    if told:
-        assert f"['params'][{which}]" in told
-        assert problems.same([entry["momentum"] for entry in replicator.state.values()], before)
     else:
         assert given_ is None or given_.shape == SHAPES[which]
+        return
+    assert f"['params'][{which}]" in told
+    assert problems.same(problems.momenta(optimizer), before)
 
 
 @pytest.mark.parametrize("gradients", [[], [torch.zeros(33, 20)], [None] * 4], ids=len)
 def test_replicator_refuses_another_number_of_gradients(gradients):
     with pytest.raises(ValueError, match=f"got {len(gradients)} gradients for 3 parameters"):
-        _make("DeMo")[0].replicator.extract(gradients)
+        _make().replicator.extract(gradients)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 @pytest.mark.parametrize("shape", [(16, 16), (20, 33), (660,), (66, 40)], ids=str)
 def test_step_refuses_a_parameter_whose_data_got_another_shape(kind, kernels, shape):
-    optimizer, parameters = _make(kind, kernels)
-    for number in range(3):
-        problems.set_gradients(parameters, number)
-        if number == 1:
-            kept, parameters[0].data = parameters[0].data, torch.zeros(shape)
-            parameters[0].grad = torch.ones(shape)
-            says = r"parameter 0.* had shape \[33, 20\] and has .* its data was replaced"
-            with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
-                optimizer.step()
-            parameters[0].data = kept
-            problems.set_gradients(parameters, number)
+    optimizer = _make(kind, kernels)
+    parameter = problems.all_parameters(optimizer)[0]
+    problems.fingerprints(optimizer, [0])
+    kept, parameter.data = parameter.data, torch.zeros(shape)
+    parameter.grad = torch.ones(shape)
+    says = r"parameter 0.* had shape \[33, 20\] and has .* its data was replaced"
+    with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
         optimizer.step()
+    parameter.data = kept
+    problems.fingerprints(optimizer, [1])
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (66, 40)], ids=str)
 def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(shape):
-    optimizer, parameters = _make("DeMo")
-    problems.set_gradients(parameters, 0)
-    messages = optimizer.exchange(optimizer.extract())
-    kept, parameters[1].data = parameters[1].data, torch.zeros(shape)
+    optimizer = _make()
+    messages = optimizer.exchange(problems.extracted(optimizer))
+    parameter = problems.all_parameters(optimizer)[1]
+    kept, parameter.data = parameter.data, torch.zeros(shape)
     says = r"\['params'\]\[1\] was .* when gradients were extracted"
     with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
         optimizer.apply(messages)
-    parameters[1].data = kept
+    parameter.data = kept
     optimizer.apply(messages)
 
 
@@ -251,49 +245,42 @@ def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_parameters_of_another_dtype_since_train_on(kind, dtype):
     """As `model.to(dtype)` after the optimizer was built."""
-    ends = []
-    for kernels in ("auto", "torch"):
-        optimizer, parameters = _make(kind, kernels)
-        for number in range(4):
-            if number == 2:
-                for parameter in parameters:
-                    parameter.data = parameter.data.to(dtype)
-                    parameter.grad = None
-            problems.set_gradients(parameters, number)
-            optimizer.step()
-        ends.append([parameter.detach() for parameter in parameters])
-    torch.testing.assert_close(*ends, rtol=1e-2, atol=1e-2)
+
+    def end(kernels):
+        optimizer = _make(kind, kernels)
+        problems.fingerprints(optimizer, range(2))
+        for parameter in problems.all_parameters(optimizer):
+            parameter.grad, parameter.data = None, parameter.data.to(dtype)
+        return problems.train(optimizer, range(2, 4)).parameters
+
+    torch.testing.assert_close(end("auto"), end("torch"), rtol=1e-2, atol=1e-2)
 
 
 def test_parameters_that_share_memory_have_the_bits_of_torch():
     """Weights that are tied by their data: threads of a kernel would write them at the same time."""
-    ends = []
-    for kernels in ("auto", "torch"):
-        optimizer, parameters = _make("DeMo", kernels, [(33, 20), (33, 20)])
-        parameters[1].data = parameters[0].data
-        problems.fingerprints(optimizer, range(3))
-        ends.append(parameters[0].detach())
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+    def end(kernels):
+        optimizer = _make("DeMo", kernels, [(33, 20), (33, 20)])
+        one, other = problems.all_parameters(optimizer)
+        other.data = one.data
+        return problems.train(optimizer, range(3)).parameters
+
+    torch.testing.assert_close(end("auto"), end("torch"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("message", [torch.zeros(8, dtype=torch.uint8), torch.zeros(3), torch.zeros(2, 64), 5], ids=str)
 def test_exchange_refuses_what_is_no_message_of_extract(message):
-    optimizer, parameters = _make("DeMo")
-    problems.set_gradients(parameters, 0)
-    right = optimizer.extract()
+    optimizer = _make()
+    right = problems.extracted(optimizer)
     with pytest.raises(ValueError, match="extract returned torch"):
         optimizer.exchange(message)
     optimizer.apply(optimizer.exchange(right))
 
 
 def test_only_the_gate_tells_addresses_to_c_and_only_its_folder_calls_that():
-    folder = Path(demopt.__file__).parent
-    addresses, calls = set(), set()
-    for file in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and file.parent.name == "kernels":
-                addresses.add(file.name)
-            if isinstance(node, ast.Attribute) and node.attr.startswith("demopt_"):
-                calls.add(file.parent.name)
-    assert addresses == {"gate.py"}
-    assert calls == {"kernels"}
+    files = Path(demopt.__file__).parent.rglob("*.py")
+    nodes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    used = {(node.attr, file) for file, node in nodes if isinstance(node, ast.Attribute)}
+    kernels = {file.name for name, file in used if name == "data_ptr" and file.parent.name == "kernels"}
+    assert kernels == {"gate.py"}
+    assert {file.parent.name for name, file in used if name.startswith("demopt_")} == {"kernels"}
