@@ -84,7 +84,6 @@ def code_of(call: Callable[[], object]) -> int:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
     return seaweed.ports(1)[0]
 
 
@@ -132,7 +131,6 @@ def output() -> Iterator[tuple[IO[str], IO[str]]]:
 
 
 def read(file: IO[str]) -> str:
-    """All that a file of `output` has taken."""
     file.flush()
     file.seek(0)
     return file.read()

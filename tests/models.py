@@ -15,7 +15,6 @@ TEMPLATE = (
 
 
 def save_tiny(folder: Path, dtype: torch.dtype = torch.float32, template: str = TEMPLATE, seed: int = 1) -> Path:
-    """Writes the model; returns its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -31,7 +30,6 @@ def save_tiny(folder: Path, dtype: torch.dtype = torch.float32, template: str = 
 
 
 def save_chats(file: Path, number: int = 40) -> Path:
-    """Writes conversations as lines of JSON; returns the file."""
     draw, lines = random.Random(0), []
     for _ in range(number):
         one, other = draw.randrange(10), draw.randrange(100)

@@ -193,7 +193,6 @@ def momenta(optimizer: DeMo | LocalDeMo) -> list[Tensor]:
 
 
 def saved(thing: Any) -> bytes:
-    """What torch.save writes."""
     file = io.BytesIO()
     torch.save(thing, file)
     return file.getvalue()
@@ -205,7 +204,6 @@ def by_file(state: Any, device: str | None = None) -> Any:
 
 
 def by_pickle(thing: Any) -> Any:
-    """What pickle makes of it."""
     return pickle.loads(pickle.dumps(thing))
 
 

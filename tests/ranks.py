@@ -82,7 +82,6 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        """Ends all processes of the pool."""
         for process, connection in self._workers:
             connection.close()
             process.kill()

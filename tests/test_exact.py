@@ -53,7 +53,6 @@ def _literal_aggregate(coefficients, length, values, reduction):
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_exact_aggregate_equals_integer_arithmetic(values, reduction, world_size):
-    """Of random coefficients; scales differ by up to 2**6, or are 0."""
     torch.manual_seed(0)
     positions = torch.rand(world_size, 3, 40).argsort(-1)[..., :9].sort(-1).values
     levels = torch.randint(1, LEVELS[values] + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
@@ -68,7 +67,6 @@ def test_exact_aggregate_equals_integer_arithmetic(values, reduction, world_size
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("world_size", [1, 2, 64, 500, 1000, 4000])
 def test_exact_aggregate_worst_case_stays_below_2_24(values, world_size):
-    """All ranks send the largest level at the same two positions."""
     positions, levels = torch.arange(2).expand(world_size, 1, 2), torch.full((world_size, 1, 2), LEVELS[values])
     for mantissa in (15, 0, 7):
         codes = torch.full((world_size, 1), 127 * 16 + mantissa)

@@ -74,7 +74,6 @@ def _poorer(system, *commands):
 
 
 def _ended(process, code=0):
-    """Waits for the end of a process; returns its output."""
     out, errors = process.communicate(timeout=600)
     assert process.returncode == code, out + errors
     return out

@@ -69,5 +69,4 @@ def assert_resharded(state: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def owned(state: dict[str, Any]) -> bool:
-    """Whether a saved state has an owner's error that is not zero."""
     return any(bool(entry["owner_error"].any()) for entry in state["state"].values() if "owner_error" in entry)

@@ -22,7 +22,6 @@ SIZES = st.integers(1, 9)
 
 @given(SIZES, SIZES)
 def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now, before):
-    """A rank's momentum keeps its scale, and no old rank counts for more than another."""
     by_rank = [overlaps(rank, now, before) for rank in range(now)]
     assert all(sum(mine.values()) == 1 for mine in by_rank)
     for old in range(before):
@@ -31,8 +30,6 @@ def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now, bef
 
 @functools.cache
 def _states(world_size):
-    """The states of all ranks after three steps."""
-
     def saved(exchange):
         optimizer = problems.demo(exchange, dtype=torch.float64, update="sgd")
         problems.train(optimizer, range(3), exchange.rank)
@@ -55,7 +52,6 @@ def _goes_on(exchange, states, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "senders"])
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (3, 1)])
 def test_reshard_loses_no_gradient_and_counts_none_twice(reduction, before, now):
-    """All momenta, sent whole, move the parameters as far before as after."""
     states = _states(before)
     old, _ = ranks.threads(_goes_on, before, states, reduction)[0]
     for new, left in ranks.threads(_goes_on, now, demopt.reshard(states, now), reduction):

@@ -67,7 +67,6 @@ def _by_dcp(rank, world_size, kind, folder, flat, one_file_each):
 
 
 def _own(optimizer):
-    """Copies of this rank's momenta, or errors and Adam's moments."""
     names = ("momentum", "error", "owner_error", "exp_avg")
     entries = [optimizer.state[parameter] for parameter in problems.all_parameters(optimizer)]
     return [entry[name].clone() for entry in entries for name in names if name in entry]
@@ -132,7 +131,6 @@ def test_second_moment_below_0_is_refused(name):
 
 @ranks.each(1)
 def test_loading_a_new_local_without_its_inner_states_warns(tmp_path):
-    """By torch's own functions."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for steps in (3, 0):
         model = _model()

@@ -111,7 +111,6 @@ def _change_metadata(path, key, **changed):
 
 
 def _replace_object(path, key, data):
-    """Makes the checkpoint's object `key` be `data`, at the end of its file."""
     file = _change_metadata(path, key)
     _change_metadata(path, key, offset=file.stat().st_size, length=len(data))
     with file.open("ab") as end:

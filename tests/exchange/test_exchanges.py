@@ -22,7 +22,6 @@ from demopt.exchange.process_group import resolve
 
 
 def conform(exchange):
-    """The guarantees of every exchange, on every rank."""
     rank, world_size = exchange.rank, exchange.world_size
     assert 0 <= rank < world_size
     for round_, size in enumerate([1, 8, 64, 100_003, 8, 1]):
@@ -174,7 +173,6 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
 
 @ranks.each(3)
 def test_collective_timeout_names_step_and_rank(rank):
-    """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)
     exchange._timeout, short = timedelta(seconds=ranks.GLOO_SECONDS), exchange._timeout
     store = dist.distributed_c10d._get_default_store()

@@ -29,7 +29,6 @@ def load(case, world_size):
 
 
 def settings(case):
-    """V1 in float64."""
     flat = {name: value for name, value in demopt.V1.items() if name != "codec"}
     return {**flat, **demopt.V1["codec"].hyperparameters(), **CASES[case], "values": "float64"}
 

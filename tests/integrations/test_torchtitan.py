@@ -20,7 +20,6 @@ if importlib.util.find_spec("torchtitan") is None:
 
 @ranks.each(2)
 def test_parallelize_sums_a_replicas_gradients_over_gloo(rank):
-    """As torchtitan wants it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchtitan's own
         from demopt.integrations.torchtitan import parallelize

@@ -58,7 +58,6 @@ class _Scene:
         self.kernel = Kernel([whole] * count, self.bases, self.integer_bases, self.unit, keep)
 
     def accumulated(self, momentum, tensors):
-        """What core makes of the momentum."""
         chunks, expected = torch.zeros(self.chunks), momentum.clone()
         for tensor, part in zip(tensors, chunks, strict=True):
             if tensor is not None:

@@ -40,7 +40,6 @@ GRADIENTS = [[torch.randn(12, 8, generator=random) for _ in range(W)] for _ in r
 
 
 def start(make, clip=0.0, **settings):
-    """The matrix, and the method that trains it."""
     model = layer()
     return model, make(SimulatedWorkers(model, W, clip), **settings)
 

@@ -36,14 +36,12 @@ def disturb(step, model, optimizer):
 
 
 def measured():
-    """This process's resident bytes and open handles."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "handles": len(os.listdir("/proc/self/fd"))}
 
 
 def train(rank, kind, steps, folder):
-    """One rank; writes its measurements to `folder`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", WORLD_SIZE)

@@ -24,7 +24,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @ranks.each(3)
 def test_initial_weights_come_from_rank_0_with_a_warning(rank, case, kind):
-    """In a first step, at lr 0."""
     parameters = problems.parameters([*problems.FEW, (0,)], torch.bfloat16)
     parameters[2].requires_grad_(False)
     parameters[0].data.view(-1)[0] = 0.0

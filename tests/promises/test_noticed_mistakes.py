@@ -320,7 +320,6 @@ def test_optimizer_built_before_to_empty_or_with_a_group_of_the_meta_device_says
 @pytest.mark.parametrize("call", ["consolidate_state_dict()", "resync()", "broadcast_buffers()"])
 @ranks.each(2)
 def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(rank, call):
-    """The others take the next step."""
     liveness.ANSWER_SECONDS = 60.0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))

@@ -90,7 +90,6 @@ def test_layout_digest_and_count_are_those_of_its_sections():
 
 @pytest.mark.parametrize("values", QUANTIZERS)
 def test_received_names_the_rank_whose_value_is_nan(values):
-    """In the plane of scales, or of values."""
     section = Section(GRANULE, 64, 1, values)
     messages, first = _messages(section, 2), section.sizes[0]
     messages[1, first : first + section.sizes[1]] = 255
