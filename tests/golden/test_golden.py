@@ -19,8 +19,8 @@ CASES = {
     "decay": {"momentum_decay": 0.9, "top_k": 4, "chunk": 32, "weight_decay": 0.1},
     "k1": {"momentum_decay": 0.999, "top_k": 1, "chunk": 64, "weight_decay": 0.0},
 }
-WORLD_SIZES = {"decay": (1, 2), "default": (1, 2, 4), "k1": (1,), "schedule": (1, 2, 4)}
-FILES = [(case, world_size) for case, sizes in WORLD_SIZES.items() for world_size in sizes]
+FILES = sorted(path.stem[3:].split("_w") for path in FOLDER.glob("v1_*.npz"))  # the case, and how many ranks
+assert len(FILES) == 9
 
 
 def load(case, world_size):
@@ -94,9 +94,10 @@ def assert_reproduced(golden, ran, zeros, rank):
         torch.testing.assert_close(ran[f"momentum_final.{name}"].view_as(momentum), momentum, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(("case", "world_size"), FILES)
-def test_demo_and_the_oracle_reproduce_the_golden_history(case, world_size):
+@pytest.mark.parametrize(("case", "number"), FILES)
+def test_demo_and_the_oracle_reproduce_the_golden_history(case, number):
     """Only with K = 1 has U zeros in exact arithmetic, and few."""
+    world_size = int(number)
     golden, (of_oracle, zeros) = load(case, world_size), oracle_history(case, world_size)
     results = ranks.run(reproduce, world_size, case)
     for rank, ran in enumerate(results):
@@ -108,7 +109,3 @@ def test_demo_and_the_oracle_reproduce_the_golden_history(case, world_size):
     undecided = torch.cat([of_steps.flatten() for of_steps in zeros.values()])
     assert bool(undecided.any()) == (case == "k1")
     assert float(undecided.double().mean()) < 0.02
-
-
-def test_every_golden_file_is_compared():
-    assert {path.stem for path in FOLDER.glob("*.npz")} == {f"v1_{case}_w{world_size}" for case, world_size in FILES}
