@@ -139,9 +139,8 @@ def _unsync_fsdp(module: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     state = module._get_fsdp_state()
-    for fsdp_group in getattr(state, "_fsdp_param_groups", None) or filter(
-        None, [getattr(state, "_fsdp_param_group", None)]
-    ):
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for fsdp_group in filter(None, groups):
         both = fsdp_group.mesh_info
         if isinstance(both, HSDPMeshInfo):
             shards_alone = FSDPMeshInfo(**{each.name: getattr(both, each.name) for each in fields(both) if each.init})

@@ -266,9 +266,6 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     return Plan(title, parameters, demo, local, kept, calls, memory)
 
 
-# On a link
-
-
 @dataclass(frozen=True)
 class Link:
     """Each worker's connection: full duplex, the same bandwidth in both directions, and a round trip to the others."""

@@ -79,10 +79,7 @@ def aggregate_integers(
 def aggregate_signs(
     negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor, by_sign: bool, top_C: Tensor | None
 ) -> Tensor | None:
-    """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
-
-    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`; the rest as in `aggregate_integers`.
-    """
+    """The exact weighted mean of signs (`negative_WCN`: bool) times scales; all else as in `aggregate_integers`."""
     guard = guard_bits(sum(weights), 1)
     aligned_WC, top_C = _aligned(codes_WC, guard, top_C)
     if set(weights) != {1}:

@@ -62,10 +62,7 @@ class Rule:
         return self.name if self == type(self)() else repr(self).lower()
 
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Returns phi(U). It may overwrite U and the spare, a tensor shaped like U, and updates its state in place.
-
-        U is [C, r, c]; for rules that need whole matrices it is [R, S] or a batch [B, R, S], without a spare.
-        """
+        """Returns phi(U) of U [C, r, c], or matrices [..., R, S]; may overwrite U and the spare, shaped like it."""
         raise NotImplementedError
 
 

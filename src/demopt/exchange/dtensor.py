@@ -13,10 +13,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns room for a tensor of this shape, with these strides, on a device; for a DTensor one that is placed alike.
-
-    A DTensor's part may be elsewhere than its mesh, as with FSDP2's offloading.
-    """
+    """Returns room for such a tensor on a device; of a DTensor, whose part may be offloaded, one placed alike."""
     held = torch.empty_like(to_local(tensor.detach()), device=device, dtype=dtype)
     if not hasattr(tensor, "placements"):
         return held

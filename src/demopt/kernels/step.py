@@ -222,10 +222,7 @@ class _Answer(ctypes.Structure):
 
 
 class Kernel:
-    """The kernels for the chunks of a chunk group: `extract`, and `apply` and `invert` with integer bases.
-
-    Everything that depends on shapes and bases alone is laid out once, at construction. `keep` is K; None: all signs.
-    """
+    """The kernels for a chunk group, as laid out once by its shapes and bases. `keep` is K; None: signs of all."""
 
     def __init__(
         self, chunkings: Sequence[Chunking], bases: Bases, inverse_bases: Bases, basis_unit: float, keep: int | None

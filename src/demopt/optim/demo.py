@@ -132,10 +132,7 @@ class DeMo(ReplicatedOptimizer):
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @unrecorded
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Runs the closure, if any, then a round: extract, exchange, apply.
-
-        On an error nothing is applied; gradients that have entered the momentum stay there and are sent later.
-        """
+        """Runs the closure, if any, then a round. On an error nothing is applied; gradients stay in the momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,18 +176,12 @@ class DeMo(ReplicatedOptimizer):
 
     @unrecorded
     def rollback(self) -> None:
-        """Forgets the extracted message; does nothing if there is none.
-
-        The gradients stay in the momentum, so a failed or vetoed round does not lose them.
-        """
+        """Forgets the extracted message, if any. Gradients stay in the momentum: a vetoed round does not lose them."""
         self.replicator.rollback()
 
     @unrecorded
     def fingerprint(self, state: bool = False) -> int:
-        """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted.
-
-        `state`: also of the number of steps and of the update rules' state, which are the same on all ranks too.
-        """
+        """Returns a 64-bit hash of all parameters, equal on ranks that are; `state`: also of steps and rules' state."""
         return self.replicator.fingerprint(state)
 
     @unrecorded
@@ -279,8 +270,6 @@ class DeMo(ReplicatedOptimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self.replicator.restore({parameter: saved.of_replicator for parameter, saved in saved_of.items()})
-
-    # Copies
 
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "replicator": self.replicator}

@@ -156,13 +156,9 @@ class InnerOptimizers:
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Returns a copy of each parameter's entries, with the state that its optimizer keeps in the group."""
-        found = {
-            parameter: dict(entry)
-            for each in self.optimizers
-            for parameter, entry in each.state.items()
-            if isinstance(parameter, Tensor)
-        }
+        found: dict[Tensor, dict[str, Any]] = {}
         for each in self.optimizers:
+            found |= {key: dict(entry) for key, entry in each.state.items() if isinstance(key, Tensor)}
             if (beside := _packed_beside(each)) is not None:
                 parameters = [parameter for group in each.param_groups for parameter in group["params"]]
                 first = next((parameter for parameter in parameters if parameter in found), parameters[0])
@@ -208,9 +204,8 @@ class InnerOptimizers:
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
         in_groups = [_state_in(group, state) for group in groups]
-        loaded = []
-        for group, saved in zip(groups, in_groups, strict=True):
-            loaded.append({**group, **{name: held[0] for name, held in saved.items() if held}})
+        values = [{name: held[0] for name, held in saved.items() if held} for saved in in_groups]
+        loaded = [group | mine for group, mine in zip(groups, values, strict=True)]
         entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
         # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
         entries = tree_map(
@@ -360,9 +355,6 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
                     both = f"inner[{first}] and inner[{number}] both have a parameter of shape {list(parameter.shape)}"
                     raise ValueError(f"{both}; give each parameter to one optimizer")
     return found
-
-
-# Settings
 
 
 class GroupSettings:

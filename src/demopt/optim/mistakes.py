@@ -201,8 +201,7 @@ class Mistakes:
                 "rate",
                 f"the learning rate of inner group {number} is {rates[number]:g}; it was built with {chosen:g}, and no "
                 "scheduler of torch lowered it. If the script writes its own rate into param_groups, write the "
-                "optimizer's (Muon's is about 10 times AdamW's) there, and likewise wherever the script has a rate, "
-                "such as min_lr",
+                "optimizer's (Muon's is about 10 times AdamW's) there and wherever else it has one, such as min_lr",
             )
 
     def _look_at_other_groups(self) -> None:
@@ -223,27 +222,19 @@ class Mistakes:
             )
 
     def look_at_evaluation(self) -> None:
-        optimizer = self._optimizer
-        if optimizer.weights_differ and not optimizer._weights.aside:
-            optimizer.warn_once(
-                "evaluated",
-                f"the model ran in eval() {self._since_round}, with the local weights of "
-                f"rank {optimizer.replicator.rank_and_size[0]}: evaluate inside `with optimizer.shared():`, where it "
-                "has the global weights, the same on all ranks",
-            )
+        rank = self._optimizer.replicator.rank_and_size[0]
+        remedy = "evaluate inside `with optimizer.shared():`, where it has the global weights, the same on all ranks"
+        self._warn_of_local("evaluated", "the model ran in eval()", f"with the local weights of rank {rank}: {remedy}")
 
     def look_at_saving(self) -> None:
-        if self._optimizer.weights_differ and not self._optimizer._weights.aside:
-            self._optimizer.warn_once(
-                "saved",
-                f"the state was saved {self._since_round}, when the model has this rank's local weights; save inside "
-                "`with optimizer.shared():`, or right after a round, with delay after flush()",
-            )
+        remedy = "save inside `with optimizer.shared():`, or right after a round, with delay after flush()"
+        self._warn_of_local("saved", "the state was saved", f"when the model has this rank's local weights; {remedy}")
 
-    @property
-    def _since_round(self) -> str:
-        steps = self._optimizer.local_steps
-        return f"{steps} step{'s' * (steps != 1)} after the last round" if steps else "before its round was applied"
+    def _warn_of_local(self, about: str, what: str, why: str) -> None:
+        optimizer, steps = self._optimizer, self._optimizer.local_steps
+        if optimizer.weights_differ and not optimizer._weights.aside:
+            when = f"{steps} step{'s' * (steps != 1)} after the last round" if steps else "before its round was applied"
+            optimizer.warn_once(about, f"{what} {when}, {why}")
 
 
 def _chosen_rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -147,10 +147,7 @@ def autocasts(config: TrainConfig, device: torch.device) -> bool:
 
 
 def loss_sum(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> Tensor:
-    """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats.
-
-    A token that is context only, such as of a question, is there as its complement -1 - token: it is no target.
-    """
+    """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats; complements are no targets."""
     signed = torch.from_numpy(windows).to(device)
     tokens, wanted = torch.where(signed < 0, ~signed, signed)[:, :-1], signed[:, 1:].clamp(min=-1)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device)):

@@ -107,9 +107,6 @@ def open_tracker(out: OutFolder, config: TrainConfig, done: int, held: ExitStack
     return None
 
 
-# The end of a run
-
-
 def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus, last: bool = True) -> None:
     """Saves the model and its tokenizer for transformers, and prints the table. `last`: the last step was its own."""
     for place in (out.model, out.merged) if config.merge else (out.model,):
@@ -161,9 +158,6 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         more = (decimal(ddp), f"{ddp / value:.1f}x" if value else "-") if len(table.columns) > 2 else ()
         table.add_row(label if counted else f"{label}, computed", decimal(value), *more)
     Console().print(table)
-
-
-# The picture
 
 
 def svg(rows: Sequence[Row], title: str) -> str:

@@ -85,10 +85,8 @@ def join(config: TrainConfig) -> Team:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
     if dist.get_rank() == 0 and _spans_machines():
-        tell(
-            "anyone who can reach the ports of this run can join it or change its messages; train in a network that "
-            "you trust, or through a folder with a key (--run, --key-file)"
-        )
+        safe = "in a network that you trust, or through a folder with a key (--run, --key-file)"
+        tell(f"anyone who can reach the ports of this run can join it or change its messages; train {safe}")
     return Team(dist.get_rank(), dist.get_world_size(), device, Collective())
 
 
@@ -214,7 +212,5 @@ def refuse_loopback(first: str) -> None:
     """Raises InputError if gloo would listen where other machines cannot reach it. `first`: the first machine."""
     address, why = gloo_address()
     if remedy := loopback_remedy(address, first):
-        raise InputError(
-            f"gloo would listen on {address}, which other machines cannot reach ({why}; Debian writes 127.0.1.1 beside "
-            f"the host name in /etc/hosts): {remedy}"
-        )
+        why += "; Debian writes 127.0.1.1 beside the host name in /etc/hosts"
+        raise InputError(f"gloo would listen on {address}, which other machines cannot reach ({why}): {remedy}")

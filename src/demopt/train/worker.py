@@ -180,9 +180,6 @@ def _introduce(training: Connected) -> None:
         report.say(f"workers: {old_size} until now, {size} from here{told if tokens != before else ''}")
 
 
-# The process
-
-
 def under_torchrun(config: TrainConfig) -> int:
     """Runs `demopt train` in a process that torchrun started; returns the exit code."""
     if config.run:

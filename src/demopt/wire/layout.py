@@ -134,8 +134,6 @@ class Section:
 
     def cut(self, data_WB: Tensor, span: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
         """Returns the bytes of a span of chunks in each plane, as views; of narrow planes the bits, if given."""
-        if span.stop - span.start == self.chunks and bits_Wb is None:
-            return list(data_WB.split(self.sizes, dim=-1))
         parts, begin = [], 0
         for plane, size in zip(self.planes, self.sizes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
@@ -178,15 +176,11 @@ class Layout:
         What all sections have, narrow numbers and scales, is decoded at once: an accelerator pays for each operation.
         """
         datas, sections = self.bodies(bodies_WB), self.sections
-        if all(section.narrow_bytes == section.size for section in sections):
-            narrow = bodies_WB[..., : sum(self.sizes)]
-        else:
-            narrows = [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)]
-            narrow = torch.cat(narrows, -1)
-        bits = bits_of(narrow).split([8 * section.narrow_bytes for section in sections], -1)
+        narrow = [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)]
+        bits = bits_of(torch.cat(narrow, -1)).split([8 * section.narrow_bytes for section in sections], -1)
         coded = [mine[..., section.codes] for section, mine in zip(sections, bits, strict=True)]
         counts = [each.shape[-1] // SCALE_BITS for each in coded]
-        codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
+        codes = unpack(torch.cat(coded, -1), SCALE_BITS, sum(counts))
         faults, found = code_faults(codes), []
         given = zip(datas, bits, codes.split(counts, -1), strict=True)
         for section, device, (data, mine, own) in zip(sections, devices, given, strict=True):

@@ -66,10 +66,7 @@ class RawHeader(NamedTuple):
 
 
 def pack_message(header: Header, *parts: Tensor, size: int | None = None, device: torch.device | None = None) -> Tensor:
-    """Builds the message uint8 [64 + n] of a body, whose parts are uint8 [any], on a device, by default the CPU.
-
-    Zeros pad the body to n = `size` bytes, a multiple of 8; by default it has as many.
-    """
+    """Builds the message uint8 [64 + n] of a body's parts; zeros pad it to n = `size`, a multiple of 8, if given."""
     here = torch.device("cpu") if device is None else device
     moved, given = [part.to(here) for part in parts], sum(part.numel() for part in parts)
     length = given if size is None else size
