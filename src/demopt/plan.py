@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, assemble, config_of, resolve
 
@@ -116,9 +116,8 @@ def _show(plan: "Plan", case: "Case | None") -> None:
     if case:
         tables["seconds per step"] = case.seconds
     for title, figure in tables.items():
-        table = Table(title=f"\n{title}", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-        for heading in ("workers", *methods):
-            table.add_column(heading, justify="right", no_wrap=True)
+        columns = [Column(heading, justify="right", no_wrap=True) for heading in ("workers", *methods)]
+        table = Table(*columns, title=f"\n{title}", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
         for workers in plan.calls:
             table.add_row(f"{workers:,}", *(digits(figure(method, workers)) for method in methods))
         console.print(table)
@@ -296,8 +295,7 @@ def trips(call: Call, workers: int, gloo: bool) -> float:
     """Returns how many times in a row a packet must cross the network, as gloo's algorithms were measured to do.
 
     A message takes three, of which some overlap: ready to send, ready to receive, the data. A long all_reduce goes in
-    segments, each of which waits; one of a few bytes needs the data alone. Of nccl: rings, whose parts follow each
-    other without waiting.
+    segments, each of which waits; one of a few bytes needs the data alone. In nccl's rings no part waits for another.
     """
     if not gloo:
         return {"all_gather": workers - 1, "all_to_all": 1}.get(call.kind, 2 * (workers - 1))

@@ -198,8 +198,7 @@ class GroupKey:
 class ChunkGroup:
     """The parameters of one key, their momentum [C, r, c], and the blocks that divide it.
 
-    `before`, a chunk group of the same parameters and chunks, hands over its buffers. `kernels` is "auto" (compiled
-    kernels on CPUs) or "torch" (torch operations alone).
+    `before`, a chunk group of the same parameters and chunks, hands over its buffers. `kernels`: as in `Codec`.
     """
 
     def __init__(
@@ -243,7 +242,6 @@ class ChunkGroup:
             chunkings = [chunked.chunking for chunked in parameters]
             keep = None if self.section.all_signs else key.keep
             self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
-        # the same one, where it can do more
         self.inverter = self.kernel if key.exact else None  # steps 6 and 7
         signs = self.rule.signs_only and key.ties
         self.updater = self.inverter if signs or self.rule.name == "sgd" else None  # step 8 too
@@ -261,8 +259,7 @@ def build(
 ) -> list[ChunkGroup]:
     """Builds the chunk groups of all parameters that train; `grouped`: each after the number of its parameter group.
 
-    Shapes and settings alone determine their order. Those of `before` with the same parameters and chunks hand over
-    their buffers, so that a round that began with them can subtract from the same momentum.
+    Those of `before` hand over their buffers, so that a round that began with them subtracts from the same momentum.
     """
     by_key: dict[GroupKey, list[ChunkedParameter]] = {}
     for number, (group, parameter) in enumerate(grouped):
@@ -270,9 +267,8 @@ def build(
             local, own = to_local(parameter), settings[group]
             cut = chunking(tuple(local.shape), own.chunk, own.chunking)
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            keep = own.keep_count(math.prod(cut.chunk_shape))
-            traits = (own.values, own.transform, dtype, local.device, own.is_exact(dtype))
-            key = GroupKey(group, cut.chunk_shape, keep, *traits)
+            keep, exact = own.keep_count(math.prod(cut.chunk_shape)), own.is_exact(dtype)
+            key = GroupKey(group, cut.chunk_shape, keep, own.values, own.transform, dtype, local.device, exact)
             by_key.setdefault(key, []).append(ChunkedParameter(number, parameter, cut))  # also without chunks
     old = {_buffers_of(chunk_group.key, chunk_group.parameters): chunk_group for chunk_group in before}
     return [

@@ -57,13 +57,11 @@ def aggregate_integers(
     by_sign: bool,
     top_C: Tensor | None,
 ) -> Tensor | None:
-    """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`.
+    """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`; None `by_sign`.
 
-    If only signs matter (`by_sign`), it computes no unit. `top_C` are the codes' `largest_exponents`, if known.
-
-    `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `pair_2CN` (float32) is `out`,
-    and a spare. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
-    `guard_bits` bits below the mantissa (at most 3); lower bits are rounded off.
+    `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `top_C` their
+    `largest_exponents`, if known; `pair_2CN` (float32) is `out`, and a spare. A chunk's scales are aligned to their
+    largest exponent over the ranks, as integers with `guard_bits` bits below the mantissa; lower bits are rounded off.
     """
     levels_WCK, codes_WC = integers
     guard = guard_bits(levels_WCK.shape[0], largest_level)

@@ -16,8 +16,7 @@ _LEVELS = 1 << 16  # float32 numbers for each bfloat16 number; also how many num
 def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
     """target <- decay target + direction, in place; a narrower target is rounded once.
 
-    `seed` are the number of the round and that of a matrix, or a batch of them, that is rounded stochastically if it is
-    bfloat16.
+    `seed`: the numbers of the round and of a matrix, or a batch of them, that is rounded at random if it is bfloat16.
     """
     wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
     if decay != 1:

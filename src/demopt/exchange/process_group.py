@@ -82,10 +82,9 @@ class Collective(Exchange):
             self._liveness.await_all(self._global_ranks, call, timeout.total_seconds())
 
     def duplicate(self) -> "Collective":
-        """Returns a Collective on another process group with the same ranks, backend and timeout.
+        """Returns a Collective on another process group with the same ranks, backend, timeout. It is never destroyed.
 
-        It lasts as long as the process: torch gives a destroyed group's name to the next one of these ranks, which then
-        finds the old addresses in the store.
+        Torch gives a destroyed group's name to the next one of these ranks, which then finds the old addresses.
         """
         timeout = self._timeout or _timeout_of(self._pg)
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._pg)

@@ -16,10 +16,9 @@ LIBRARY = Path(__file__).with_name("cpu.so.1")
 
 @functools.lru_cache(maxsize=1)
 def library() -> Any:
-    """Returns the compiled C files of this folder, or None if demopt was installed without a C compiler.
+    """Returns the compiled C files of this folder, or None without: torch operations then do the same work, slower.
 
-    Torch operations then do the same work, slower. A library that was built from another version of its sources, as
-    after editing an editable install, is not used.
+    A library that was built from other sources, as after editing an editable install, is not used.
     """
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
@@ -45,8 +44,7 @@ def address(
     """Returns the address of a contiguous tensor in host memory, whose dtype and shape are those that C takes it for.
 
     `by_row`: there may be gaps between its rows, of which C gets the stride. TypeError: another dtype or device, or no
-    dense tensor. ValueError: another shape, gaps between elements, or memory that does not hold all of them, as after
-    `storage.resize_(0)`.
+    dense tensor. ValueError: another shape, gaps between elements, or freed memory, as after `storage.resize_(0)`.
     """
     check_in_host_memory(what, tensor)
     if tensor.dtype != dtype:

@@ -180,8 +180,7 @@ class Mistakes:
         """At a round: notices a script that writes its own rate over the one that an inner optimizer was built with.
 
         An inner optimizer is suspect while no group's rate came near the one it was built with: others may have a part
-        of it, as with a decay by layer. A scheduler of torch scales the rate it finds, and marks its groups with
-        `initial_lr`.
+        of it, as with a decay by layer. A scheduler of torch scales the rate it finds, and sets `initial_lr`.
         """
         self._look_at_other_groups()
         rates, suspects, first = [_rate(group) for group in self._optimizer.param_groups], [], 0

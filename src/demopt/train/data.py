@@ -404,10 +404,8 @@ def parse(messages: Any) -> Chat | None:
 def encode_chats(chats: Sequence[bytes], tokenizer: Any, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the tokens of `Chat`s in a row, and where windows begin: at each conversation, then every `length`."""
     if not getattr(tokenizer, "chat_template", None) or not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            "--data has the messages of chats, and the tokenizer has no chat template for them; give --model or "
-            "--tokenizer of a chat model (chat_template.jinja in its folder), or JSON lines with text"
-        )
+        remedy = "give --model or --tokenizer of a chat model (chat_template.jinja in its folder), or lines with text"
+        raise InputError(f"--data has the messages of chats, and the tokenizer has no chat template for them; {remedy}")
     rows, starts, begin = [np.empty(0, np.int64)], list[int](), 0
     for chat in chats:
         for text, answers in _render(json.loads(chat), tokenizer):

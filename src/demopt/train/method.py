@@ -55,8 +55,7 @@ class Method:
     def step(self, pause: bool, last: bool = False) -> Row:
         """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
 
-        `pause`: the model is evaluated or saved next, so no round may stay in flight. `last`: the run ends here, so
-        local steps since the last round go into one more.
+        `pause`: no round may stay in flight, as before an evaluation. `last`: local steps go into one more round.
         """
         optimizer, began = self.optimizer, time.perf_counter()
         optimizer.step()
@@ -130,8 +129,7 @@ def check_settings(config: TrainConfig) -> None:
 def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Returns the bytes of one worker, before its first step; model and optimizer may be on the meta device.
 
-    `optimizer`: Muon's momentum, AdamW's moments, buckets of DistributedDataParallel. `demopt`: global weights, errors,
-    momenta.
+    "optimizer": Muon's momentum, AdamW's moments, buckets of DDP. "demopt": global weights, errors, momenta.
     """
     trained = size_of(parameter for parameter in model.parameters() if parameter.requires_grad)
     moments = ours = 0
@@ -174,10 +172,9 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
     if 2 * sum(needed.values()) * workers > here or tokens >= MANY_TOKENS:  # otherwise not worth the time
         needed["activations"] = activations_of(config, device)
     if sum(needed.values()) * workers > here:
-        raise InputError(
-            f"{what} does not fit: {in_words(needed)}; for {workers} such worker{'s' * (workers > 1)} there are "
-            f"{decimal(here)}: take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
-        )
+        lacks = f"{in_words(needed)}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(here)}"
+        remedy = "take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
+        raise InputError(f"{what} does not fit: {lacks}: {remedy}")
 
 
 def activations_of(config: TrainConfig, device: torch.device) -> int:

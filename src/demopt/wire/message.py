@@ -122,9 +122,8 @@ def _alike(settings: set[int]) -> bool:
 def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
     """Checks the headers of messages, row r of rank r; returns the union of their flags.
 
-    `expected` holds this rank's round number, world size, layout and settings. Bodies are checked by their checksums
-    alone. Raises MessageError, which names the first bad rank; with `answers`, of owners, also the rank that one
-    refused.
+    `expected` holds this rank's round number, world size, layout and settings. Bodies are checked by their checksums.
+    Raises MessageError, which names the first bad rank; with `answers`, of owners, also the rank that one refused.
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
