@@ -134,10 +134,8 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
             show_default=False,
         )
         hints[name] = Annotated[(str if choices else hint) | None, about]
-    keywords = [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=h) for n, h in hints.items()
-    ]
-    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    flags = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=h) for n, h in hints.items()]
+    command.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     command.__annotations__ = hints
     command.__doc__ = run.__doc__
     return command

@@ -50,10 +50,7 @@ class Pair:
 
 
 def doctor(
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Address of a machine, this one too; repeat, in the same order on all machines."),
-    ] = None,
+    peers: Annotated[list[str] | None, typer.Option(help="A machine's address; repeat, in one order on all.")] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 60.0,
 ) -> int:

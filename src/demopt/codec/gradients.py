@@ -111,9 +111,7 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         if parameter.requires_grad and not (kind is dtype and parameter.is_floating_point() and dtype.itemsize > 1):
             raise TypeError(f"a parameter of shape {shape} is {kind}; DeMo trains real floats, 16 bits or more, dense")
         if parameter.requires_grad and any(n > 1 and not by for n, by in zip(shape, parameter.stride(), strict=True)):
-            raise ValueError(
-                f"elements of a parameter of shape {shape} share memory, as after expand(): clone it first"
-            )
+            raise ValueError(f"elements of a parameter of shape {shape} share memory, as after expand(): clone it")
         if id(parameter) in seen:
             raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
         seen.add(id(parameter))

@@ -186,9 +186,7 @@ def verdict_of(names: dict[int, str], answers: dict[int, Answer], me: int) -> st
     """Names the missing ranks, or those that the others wait for, from the answers to a call."""
     missing = [name for rank, name in names.items() if rank not in answers]
     if missing and len(missing) == len(names) - 1 > 1:
-        return (
-            f"no rank answers {names[me]}: the network of this machine is down, or all {len(missing)} others have ended"
-        )
+        return f"no rank answers {names[me]}: the network of this machine is down, or all {len(missing)} others ended"
     if missing:
         return f"no answer from {', '.join(missing)} of {len(names)}"
     newest = max(answer.begun for answer in answers.values())

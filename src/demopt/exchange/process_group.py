@@ -170,9 +170,7 @@ def resolve(process_group: Any) -> Exchange:
         is_group = isinstance(process_group, dist.ProcessGroup) or process_group is outside
     if is_group:
         return Collective(process_group)
-    raise TypeError(
-        f"process_group is {process_group!r}; give a ProcessGroup or DeviceMesh of torch, an Exchange, or None"
-    )
+    raise TypeError(f"process_group is {process_group!r}; give a ProcessGroup, a DeviceMesh, an Exchange, or None")
 
 
 def can_connect() -> bool:

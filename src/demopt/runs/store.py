@@ -79,9 +79,7 @@ class ObjectStore(Store):
         {'b'}
     """
 
-    def __init__(
-        self, store: Any = None, address: str = "memory", patient: Callable[[float], Any] | None = None
-    ) -> None:
+    def __init__(self, store: Any = None, address: str = "memory", patient: Any = None) -> None:
         """`patient` opens the same store with requests that wait some seconds for a silent server."""
         import obstore.store
 

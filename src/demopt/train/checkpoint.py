@@ -53,10 +53,8 @@ def read(path: Path) -> CheckpointRecord:
     """Reads the record of the checkpoint at `path`; InputError if it, or the checkpoint's table, is damaged."""
     try:
         Reader(path).read_metadata()  # here, as DCP would log tracebacks if it is damaged, and look for other files
-        found = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
-        return CheckpointRecord(
-            int(found.step), str(found.fingerprint), config_of(found.settings).record(), int(found.tokens)
-        )
+        raw = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
+        return CheckpointRecord(int(raw.step), str(raw.fingerprint), config_of(raw.settings).record(), int(raw.tokens))
     except Exception as error:  # it may hold anything
         raise _unreadable(path, error) from None
 
@@ -131,6 +129,4 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _unreadable(path: Path, error: BaseException) -> InputError:
-    return InputError(
-        f"--resume: {path} cannot be read: {first_line(_cause(error))}; delete it, and the one before it is taken"
-    )
+    return InputError(f"--resume: {path} cannot be read: {first_line(_cause(error))}; delete it to take the one before")

@@ -49,9 +49,8 @@ def setting(
     return pydantic.Field(default, description=help, json_schema_extra=more, **limits)
 
 
-general, text, decoder, training, machine = (
-    partial(setting, panel) for panel in ("Run", "Data", "Model", "Training", "Machine")
-)
+PANELS = "Run", "Data", "Model", "Training", "Machine"
+general, text, decoder, training, machine = (partial(setting, panel) for panel in PANELS)
 message = partial(setting, "Messages", fits=("demo", "local"))
 local = partial(setting, "Local steps", fits=("local",))
 FOLDER = "A run is a folder"
@@ -61,9 +60,7 @@ folder = partial(setting, FOLDER, free=True)
 MANY = 1 << 24  # at most, of what is made one by one, or in products: a stranger's run may ask for it
 
 
-@pydantic.dataclasses.dataclass(
-    frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-)
+@pydantic.dataclasses.dataclass(frozen=True, config={"strict": True, "extra": "forbid", "allow_inf_nan": False})
 class TrainConfig:
     """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`."""
 
@@ -76,9 +73,7 @@ class TrainConfig:
     eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
     eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1, le=MANY)
     tracker: Literal["tensorboard", "wandb"] | None = general(
-        None,
-        "Also gets the metrics of each step, below --out; wandb sends them only if WANDB_MODE is online.",
-        free=True,
+        None, "Also gets each step's metrics, below --out; wandb sends them only if WANDB_MODE is online.", free=True
     )
 
     data: list[str] = text(
@@ -88,16 +83,13 @@ class TrainConfig:
         free=True,  # the path may change: resuming compares the fingerprint of the text
     )
     tokenizer: str | None = text(
-        None,
-        "'bytes', a tokenizer.json, or a folder of transformers. Default: the one of --model, or bytes.",
-        free=True,
+        None, "'bytes', a tokenizer.json, or a folder of transformers. Default: that of --model, or bytes.", free=True
     )
     val_fraction: float = text(0.05, "Fraction of the text for validation.", ge=1e-6, le=0.5)
 
     model: str = decoder(
         "",
-        "Folder of a causal language model of transformers (config.json, safetensors) to go on from, such as "
-        "runs/first/model, instead of a fresh one.",
+        "Folder of a causal language model of transformers (config.json, safetensors) to go on from.",
         free=True,  # the path may change: the digest is compared
     )
     model_digest: str | None = decoder(None, "Digest that the weights in --model must have; a run records it.")
@@ -125,8 +117,7 @@ class TrainConfig:
     accumulate: int = training(1, "Forward passes per step.", ge=1, le=10_000)
     global_batch: int | None = training(
         None,
-        "Sequences per step of all workers together, instead of --accumulate: each takes a part by its measured speed, "
-        "in forward passes of --batch.",
+        "Sequences per step of all workers, instead of --accumulate: each takes a part by its speed, --batch at once.",
         fits=("local",),
         ge=1,
         le=MANY,
@@ -146,9 +137,7 @@ class TrainConfig:
     values: str = message("sign", "Values on the wire: sign, 2-bit or float32.")
     reduction: str | None = message(None, "senders or mean, of top-k coefficients. Default: senders.")
     clip_to_median: bool | None = message(
-        None,
-        "Bound the harm of a hostile worker: no chunk above the median's, no message against the others'. "
-        "Default: with --run.",
+        None, "Bound a hostile worker's harm: no chunk above the median's, no message against others'. Default: --run."
     )
     update: str | None = message(
         None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
@@ -174,9 +163,7 @@ class TrainConfig:
     checkpoint_every: int = folder(20, "Rounds between checkpoints in the folder.", ge=1, le=10**8)
     keep_log: bool = folder(False, "Delete no message, so that demopt replay can compute the weights again.")
     key_file: str | None = folder(
-        None,
-        "File with 64 hexadecimal digits, the same on every machine: objects written without it are refused.",
-        once=True,
+        None, "File with 64 hex digits, the same on every machine: objects written without it are refused.", once=True
     )
 
     @property
