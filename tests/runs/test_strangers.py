@@ -120,6 +120,7 @@ def test_security_joining_deletes_nothing(edited, text, tmp_path, command):
     for file in files:
         file.parent.mkdir(parents=True)
         file.write_text("precious")
+    (mine / "config.json").write_text(json.dumps({"optimizer": "local", "run": str(run)}))
     command("join", run, "--out", mine, "--data", text, "--threads", "1")
     assert {file.read_text() for file in files} == {"precious"}
 

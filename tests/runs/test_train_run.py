@@ -41,6 +41,7 @@ def _command(words, output, allowed, environment, end):
     from demopt import cli
     from demopt.runs.exchange import FolderExchange
     from demopt.train.runs import worker
+    from demopt.train.runs.command import stop
 
     exchange_round, put = FolderExchange.exchange_round, FolderExchange._put
 
@@ -66,7 +67,16 @@ def _command(words, output, allowed, environment, end):
 
     FolderExchange.exchange_round, FolderExchange._put = held, last
 
-    numbered = worker.numbered
+    numbered, load = worker.numbered, worker.load_corpus
+
+    def loaded(config):
+        if end == "stopped as it reads its text":
+            stop(config.run)
+            while not Path(allowed, GONE).exists():
+                time.sleep(0.005)
+        return load(config)
+
+    worker.load_corpus = loaded
 
     def noted(tokens, config, numbers):
         with Path(f"{output}.read").open("a") as file:
@@ -303,6 +313,17 @@ def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machin
     digest = machines.ended(first, "first")
     assert [*machines.manifest(1).members.values()] == [1]  # of the second, which was waited for
     assert machines.ended(machines.join("second"), "second") == digest
+
+
+def test_stop_ends_a_second_train_that_reads_its_text(machines):
+    first = machines.train("first")
+    machines.reach(0)
+    second = machines.train("second", end="stopped as it reads its text")
+    wait_for(lambda: machines.store.get(log.STOP, 99))
+    machines.allow(99)
+    assert machines.code(first) == 130
+    (machines.allowed / GONE).touch()
+    assert machines.code(second) == 130, machines.said("second")
 
 
 def test_stop_ends_all_machines_and_a_join_goes_on(machines):

@@ -56,6 +56,9 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         known = out.identity.read_text(encoding="utf-8", errors="replace") if out.identity.exists() else None
         if known != run.record.identity and (known or not _is_of(out, config.run)):  # a run that has moved is the same
             raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
+    elif run is None:
+        with suppress(InputError):  # there is none: it starts one. A wish to stop from now on is for this worker, too
+            run = open_run(config.run, config.key_file, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     try:
