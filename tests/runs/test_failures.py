@@ -17,17 +17,15 @@ from demopt.runs.disk import Disk
 from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
 from demopt.runs.store import ObjectStore, Patient, open_store
 
+NUMBERS = {
+    "disk is full": errno.ENOSPC, "read-only": errno.EROFS, "too long": errno.EFBIG, "it failed": errno.ENOMEM,
+    "refuses a name": errno.ENAMETOOLONG, "too many open files": errno.EMFILE, "disk does not answer": errno.ESTALE,
+    "reads, writes and deletes": errno.EACCES,
+}  # fmt: skip
 SYSTEM = {
+    **{words: OSError(number, os.strerror(number)) for words, number in NUMBERS.items()},
     "hard links": LinkError(errno.EPERM, "Operation not permitted"),
     "gone": GoneError(errno.ENOENT, "No such file or directory"),
-    "disk is full": OSError(errno.ENOSPC, "No space left on device"),
-    "read-only": OSError(errno.EROFS, "Read-only file system"),
-    "too long": OSError(errno.EFBIG, "File too large"),
-    "refuses a name": OSError(errno.ENAMETOOLONG, "File name too long"),
-    "too many open files": OSError(errno.EMFILE, "Too many open files"),
-    "reads, writes and deletes": OSError(errno.EACCES, "Permission denied"),
-    "disk does not answer": OSError(errno.ESTALE, "Stale file handle"),
-    "it failed": OSError(errno.ENOMEM, "Cannot allocate memory"),
     "no credentials": OSError("Error performing PUT http://169.254.169.254/latest/api/token"),
 }
 SERVER = {
@@ -134,13 +132,13 @@ def failing(failure, times=10**9, call="put_if_absent"):
 
 
 def test_patient_repeats_then_gives_up_and_early_if_there_never_was_an_answer(monkeypatch):
-    busy, said = StoreError("503 Slow Down"), []
-    assert Patient(failing(busy, times=4), patience=60.0, say=said.append).put_if_absent("a", b"x")
+    busy = StoreError("503 Slow Down")
+    assert Patient(failing(busy, times=4), patience=60.0, say=str).put_if_absent("a", b"x")
     with pytest.raises(ExchangeError, match=r"did not answer for .* 503 Slow Down"):
-        Patient(failing(busy), patience=0.01, say=said.append).put_if_absent("a", b"x")
+        Patient(failing(busy), patience=0.01, say=str).put_if_absent("a", b"x")
     monkeypatch.setattr(store_module, "_FIRST_PATIENCE", 0.0)
     with pytest.raises(ExchangeError, match="503 Slow Down"):  # the address may be wrong
-        Patient(failing(busy), patience=1e9, say=said.append).put_if_absent("a", b"x")
+        Patient(failing(busy), patience=1e9, say=str).put_if_absent("a", b"x")
 
 
 def test_wrong_setting_ends_at_once_although_reads_succeed():
@@ -152,21 +150,19 @@ def test_wrong_setting_ends_at_once_although_reads_succeed():
     assert patient.inner.calls == ["get", "put_if_absent"]
 
 
-def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded():
+def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded_but_not_a_deletion():
+    """What cannot be deleted may stay."""
+    denied = StoreError("denied", at_first=True)
     patient = Patient(ObjectStore(), patience=60.0, say=pytest.fail)
     patient.put_if_absent("a", b"x")
-    patient.inner = failing(StoreError("denied", at_first=True), times=3)  # credentials that are renewed
+    patient.delete(["a"])
+    patient.inner = failing(denied, times=3)  # credentials that are renewed
     assert patient.put_if_absent("b", b"x")
     assert patient.inner.calls == ["put_if_absent"] * 4
-
-
-def test_deletion_that_is_denied_is_not_waited_for_even_after_one_that_succeeded():
-    """What cannot be deleted may stay."""
-    patient = Patient(ObjectStore(), patience=1e9, say=pytest.fail)
-    patient.delete(["a"])
-    patient.inner = failing(StoreError("denied", at_first=True), call="delete")
+    patient.inner = failing(denied, call="delete")
     with pytest.raises(ExchangeError, match="denied"):
         patient.delete(["b"])
+    assert patient.inner.calls == ["delete"]
 
 
 def test_wish_to_stop_is_heard_while_the_store_is_away():

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,11 +24,9 @@ KEY = bytes(range(32))
 
 def test_four_calls_do_what_they_promise(any_store):
     assert any_store.get("rounds/1/a", most=9) is None
-    assert any_store.put_if_absent("rounds/1/a", b"uno")
-    assert any_store.put_if_absent("rounds/1/b.c", b"first")
-    assert not any_store.put_if_absent("rounds/1/b.c", b"second")
-    assert any_store.get("rounds/1/a", most=3) == b"uno"
-    assert any_store.get("rounds/1/b.c", most=5) == b"first"
+    puts = ("a", b"uno"), ("b.c", b"first"), ("b.c", b"second")
+    assert [any_store.put_if_absent(f"rounds/1/{name}", data) for name, data in puts] == [True, True, False]
+    assert (any_store.get("rounds/1/a", most=3), any_store.get("rounds/1/b.c", most=5)) == (b"uno", b"first")
     assert any_store.list("rounds/1") == {"a", "b.c"}
     assert any_store.list("nothing") == set()
     any_store.delete(["rounds/1/a", "rounds/1/never"])
@@ -77,11 +76,8 @@ def test_long_uploads_wait_longer_for_the_server(monkeypatch):
     assert opened == [20, 160]  # of the second and third, and of the last
     with monkeypatch.context() as patch:
         patch.setattr("obstore.put", Mock(side_effect=TimeoutError))
-        with pytest.raises(StoreError):
-            store.put_if_absent("b", bytes(321_000))  # refused at once: that counts for nothing
-        hours = itertools.count(step=3600)
-        patch.setattr("demopt.runs.store.time.monotonic", lambda: next(hours))
-        for _ in range(2):
+        for step in (0, 3600, 3600):  # refused at once, which counts for nothing, and after hours
+            patch.setattr("demopt.runs.store.time.monotonic", Mock(side_effect=itertools.count(step=step)))
             with pytest.raises(StoreError):
                 store.put_if_absent("b", bytes(321_000))
     assert store.put_if_absent("b", bytes(321_000))
@@ -124,26 +120,15 @@ def test_key_files(tmp_path):
     [
         ("ftp://host/run", "begins with s3://, gs:// or az://, or is a path.* is 'ftp://host/run'"),
         ("https://example.org/dav/run", "begins with s3://"),  # WebDAV has no put if absent
-        ("https:/example.org/run", "begins with s3://"),
-        ("host:/srv/run", "begins with s3://"),
-        ("me@host:run", "begins with s3://"),
+        *((address, "begins with s3://") for address in ("https:/example.org/run", "host:/srv/run", "me@host:run")),
         ("s3://", "names no bucket; wanted s3://BUCKET/NAME"),
-        ("s3:///run", "names no bucket"),
-        ("s3:bucket/run", "names no bucket"),
-        ("s3:/bucket/run", "names no bucket"),
-        ("s3://user:word@bucket/run", "names no bucket"),
+        *((f"s3:{rest}", "names no bucket") for rest in ("///run", "bucket/run", "/bucket/run", "//me:x@bucket/run")),
         ("s3://bucket/a//b", "in each part of a name, not ''"),
-        ("s3://bucket/a/../b", r"not '\.\.'"),
-        ("s3://bucket/run#1", "not 'run#1'"),  # other clients take the rest for a fragment,
-        ("s3://bucket/run?x=1", "not 'run"),  # a query,
-        ("s3://bucket/a%20b", "not 'a%20b'"),  # or a blank
-        ("file://host/run", "three slashes"),
-        ("file:run", "three slashes"),
-        ("", "is a path or s3://"),
-        (" ", "is a path or s3://"),
-        ("run\nother", "is a path or s3://"),
-        ("~no-such-user/run", "is no path here"),
-        ("x" * 300, "is no path here: .* File name too long"),
+        # Other clients take the rest for a fragment, a query or a blank.
+        *((f"s3://bucket/{name}", f"not '{re.escape(name)}'") for name in ("..", "run#1", "run?x=1", "a%20b")),
+        *((address, "three slashes") for address in ("file://host/run", "file:run")),
+        *((address, "is a path or s3://") for address in ("", " ", "run\nother")),
+        *(("~no-such-user/run", "is no path here"), ("x" * 300, "is no path here: .* File name too long")),
         (f"{__file__}/run", "cannot be opened"),
     ],
 )
@@ -189,8 +174,7 @@ def test_endpoint_that_is_none_is_named(endpoint, monkeypatch):
 
 def test_azure_takes_the_names_of_its_own_command_and_says_which_are_missing(monkeypatch):
     given = servers.environment("azure", monkeypatch)
-    for name in ("ACCOUNT", "KEY"):
-        there = "ACCOUNT_NAME" if name == "ACCOUNT" else "ACCOUNT_KEY"
+    for there, name in (("ACCOUNT_NAME", "ACCOUNT"), ("ACCOUNT_KEY", "KEY")):
         monkeypatch.delenv(f"AZURE_STORAGE_{there}")
         monkeypatch.setenv(f"AZURE_STORAGE_{name}", given[f"AZURE_STORAGE_{there}"])
     store = open_store(f"{servers.BUCKETS['azure'][1]}/names")
