@@ -77,12 +77,12 @@ def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
     assert all(map(torch.equal, second.model.parameters(), second.optimizer._weights.global_of.values()))
 
 
-def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(store):
+def test_worker_that_is_always_late_is_expected_for_two_rounds_and_then_sends_at_once(store):
     first, second = joined(store, keep_log=True)
     second.optimizer.param_groups[0]["lr"] = 0.05  # workers at other steps may have other rates
-    for expected in (1, 0):
+    for left_out, expected in ((1, {"w0": 0, "w1": 1}), (0, {"w0": 0})):
         rounds(first, second)
-        assert second.run.left_out == expected
+        assert (second.run.left_out, first.run.decided.members) == (left_out, expected)
     assert second.rounds == first.rounds + 1
     assert second.digest == replayed(store)[-1]
     second.run.left_out = 5000  # where another one decides all rounds alone
@@ -285,12 +285,17 @@ def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store):
     assert load.call_count == 1
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, cut):
-    first = Worker(store, 0, checkpoint_every=1)
+@pytest.mark.parametrize("damage", ["cut", "a bit", "of another run"])
+def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, damage):
+    first, stranger = Worker(store, 0, checkpoint_every=1), Worker(ObjectStore(), 1, checkpoint_every=1)
     first.round(3)
-    change = (lambda data: data[:-4]) if cut else (lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    stores.change(store, "checkpoints/00000003", change)
+    stranger.round(3)
+    change = {
+        "cut": lambda data: data[:-4],
+        "a bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        "of another run": lambda _: stranger.run.store.get("checkpoints/00000003", 1 << 20),
+    }
+    stores.change(store, "checkpoints/00000003", change[damage])
     second = Worker(store, 1).join()
     assert (second.rounds, second.digest) == (3, first.digest)
     assert "checkpoints/00000003 is damaged" in second.said[0]
@@ -310,7 +315,6 @@ def adamw(parameters):
 
 
 def moments(worker):
-    """What the inner optimizers know of each parameter."""
     return [entry for inner in worker.optimizer.inner for entry in inner.state.values()]
 
 
@@ -418,13 +422,6 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     command.stop(address)
     worker.round()
     assert (first.run.stopping, worker.run.stopping) == (False, True)
-
-
-def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):
-    first, _ = joined(store)
-    for expected in ({"w0": 0, "w1": 1}, {"w0": 0}):
-        first.round()
-        assert first.run.decided.members == expected
 
 
 def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):

@@ -62,15 +62,14 @@ def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sen
 
 
 def test_state_of_a_later_round_does_not_start_a_run(store):
-    first = Worker(ObjectStore(), 0)
-    first.round(3)
-    other = Worker(store, 1, state=first.optimizer.state_dict())
+    first, there = Worker(ObjectStore(), 0), Worker(ObjectStore(), 2)
+    for worker in (first, there):
+        worker.round(3)
+    state = first.optimizer.state_dict()
     with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run; is its disk mounted\? A new run"):
-        other.join()
-    there, elsewhere = Worker(ObjectStore(), 2), first.optimizer.state_dict()
-    there.round(3)
-    del elsewhere["folder"]
-    there.optimizer.load_state_dict(elsewhere)
+        Worker(store, 1, state=state).join()
+    del state["folder"]
+    there.optimizer.load_state_dict(state)
     with pytest.raises(SettingsError, match="w2 is at round 3 of another training than the run in memory"):
         there.join()
     first.optimizer.regroup(FolderExchange(store))
@@ -88,18 +87,15 @@ def test_second_optimizer_of_one_folder_exchange_is_refused(store):
 
 
 def test_joiner_reads_the_run_before_it_serialises_weights(store, monkeypatch):
-    first = Worker(store, 0)
+    first, joiner = Worker(store, 0), Worker(store, 1)
     first.round()
-    joiner = Worker(store, 1)
     monkeypatch.setattr("demopt.runs.weights.checkpoint_of", None)
-    joiner.join()
-    assert joiner.digest == first.digest
+    assert joiner.join().digest == first.digest
 
 
 def test_layer_that_is_frozen_while_a_round_is_in_flight_does_not_end_that_round(store):
     """It is checked against its own layout. The next one is refused before it is sent, until the layer trains again."""
-    first, second = joined(store, delay=1, sync_every=1)
-    second.run.late = first.run.late = 60.0
+    first, second = joined(store, delay=1, sync_every=1, late=60.0)
     first.step()  # sends round 0, which waits for the second
     first.model[0].requires_grad_(False)
     second.step()
@@ -115,8 +111,7 @@ def test_layer_that_is_frozen_while_a_round_is_in_flight_does_not_end_that_round
 
 
 def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(store):
-    first, second = joined(store, delay=1, sync_every=1)
-    first.run.late = second.run.late = 60.0
+    first, second = joined(store, delay=1, sync_every=1, late=60.0)
     first.step()
 
     def interrupt():
@@ -166,8 +161,9 @@ def test_second_worker_of_one_name_sends_under_another_and_counts_once_after_an_
     assert (first.run.row, second.run.last.row, first.digest) == (0, 1, second.digest)
 
 
-def test_worker_that_is_stepped_in_a_forked_process_is_told_and_does_not_hang(store):
-    worker = Worker(store, 0).join()
+def test_worker_that_has_joined_is_refused_in_a_forked_process_and_one_that_was_only_built_trains_there(tmp_path):
+    worker = Worker(tmp_path / "run", 0)
+    assert forked.code_of(worker.round) == 0
     worker.round()
 
     def refused():
@@ -175,10 +171,6 @@ def test_worker_that_is_stepped_in_a_forked_process_is_told_and_does_not_hang(st
             worker.round()
 
     assert forked.code_of(refused) == 0
-
-
-def test_worker_that_was_built_before_a_fork_trains_in_the_forked_process(tmp_path):
-    assert forked.code_of(Worker(tmp_path / "run", 0).round) == 0
 
 
 def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(store):
@@ -197,10 +189,9 @@ def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(stor
 def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
     """The store falls into two parts, and later shows one's manifests, and the messages of both."""
     bare, said = ObjectStore(), []
-    workers = [Counter(bare, number, delay=0) for number in range(2)]
+    workers = [Counter(bare, number) for number in range(2)]
     workers[1 - wins].run.say = said.append
-    for worker in workers * 4:
-        worker.step()
+    steps(*workers * 4)
     for worker in workers:
         worker.optimizer.resync()
     parts = [ObjectStore(), ObjectStore()]
@@ -231,13 +222,8 @@ def copy(source, target, only=""):
             target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
 
 
-@pytest.mark.parametrize(
-    ("ending", "share", "key"),
-    [
-        *((".message", 0.5, None), (".message", 0.0, None), ("/manifest", 0.5, None)),
-        *((".message", 0.0, bytes(32)), (".message", 0.5, bytes(32)), ("/manifest", 0.5, bytes(32))),
-    ],
-)
+@pytest.mark.parametrize("key", [None, bytes(32)])
+@pytest.mark.parametrize(("ending", "share"), [(".message", 0.5), (".message", 0.0), ("/manifest", 0.5)])
 def test_object_that_a_cache_gives_half_or_not_at_all_is_read_again(store, ending, share, key):
     first, second = joined(store, key=key)
     first.round(2)
