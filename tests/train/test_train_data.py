@@ -35,10 +35,10 @@ def test_documents_default_to_stdlib_without_tests():
 
 
 def test_corpus_ignores_file_names_and_places(tmp_path, text):
-    for place, names in (("a", "{}"), ("b", "z{}")):
+    for place in "ab":
+        (tmp_path / place).mkdir()
         for number, file in enumerate(sorted(text.iterdir(), reverse=place == "b")):
-            (tmp_path / place).mkdir(exist_ok=True)
-            (tmp_path / place / names.format(number)).write_bytes(file.read_bytes())
+            (tmp_path / place / f"{place}{number}").write_bytes(file.read_bytes())
     one, other = (data.load_corpus(replace(CONFIG, data=[str(tmp_path / place)])) for place in "ab")
     assert one.fingerprint == other.fingerprint
     assert np.array_equal(one.train.rows[0], other.train.rows[0])
@@ -217,10 +217,10 @@ def test_sequences_touch_and_an_epoch_has_an_order_of_its_own():
 def test_run_of_an_epoch_goes_on_with_more_workers_where_it_stopped(tmp_path, text, optimizer):
     data = tmp_path / "text.txt"
     data.write_bytes((text / "calendar.py").read_bytes()[:3500])
-    flags = ["--preset", "tiny", "--layers", 1, "--sequence", 32, "--batch", 3, "--warmup", 3, "--threads", 1]
-    flags += ["--workers", 2, "--epochs", 1, "--optimizer", optimizer, "--save-every", 5, "--out", tmp_path / "run"]
-    flags += ["--eval-sequences", 6, "--data", data, *(["--sync-every", 3] if optimizer == "local" else [])]
-    done = forked.demopt("train", *flags)
+    more = f"--batch 3 --warmup 3 --workers 2 --epochs 1 --save-every 5 --optimizer {optimizer}"
+    more += " --sync-every 3" if optimizer == "local" else ""
+    place = ("--data", data, "--out", tmp_path / "run")
+    done = forked.demopt("train", *f"{forked.TINY} {more}".split(), *place)
     number = 3325 // 32  # without the twentieth for validation
     assert f"1 epoch of {number} sequences" in done.stdout
     rows = metrics(tmp_path / "run")
