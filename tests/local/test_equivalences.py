@@ -103,20 +103,16 @@ def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction):
     """arXiv 2508.15706, algorithm 1 without its quantiser; "mean" as in the paper, "senders" as in its code."""
     b, a, K, shapes = 0.95, 0.8, 24, [(32, 16)]  # 2 chunks of 16 x 16
     published, expected = Published(problems.ADAMW, shapes), []
-    errors = [torch.zeros(2, CHUNK * CHUNK, dtype=torch.float64) for _ in range(W)]
+    errors_WCn = torch.zeros(W, 2, CHUNK * CHUNK, dtype=torch.float64)
     for _ in range(ROUNDS):
         published.local_steps(H)
         (moved,) = published.pseudo_gradients()
-        total, senders = torch.zeros(2, CHUNK * CHUNK, dtype=torch.float64), torch.zeros(2, CHUNK * CHUNK)
-        for error, each in zip(errors, moved, strict=True):
-            error.mul_(b).add_(each.reshape(2, CHUNK * CHUNK))
-            kept = torch.zeros_like(error).scatter_(1, error.abs().topk(K).indices, 1.0)
-            total += kept * error
-            senders += kept
-            error.mul_(1 - kept)
-        divisor = W if reduction == "mean" else senders.clamp(min=1)
+        errors_WCn = b * errors_WCn + torch.stack(moved).view(W, 2, CHUNK * CHUNK)
+        kept = torch.zeros_like(errors_WCn).scatter_(2, errors_WCn.abs().topk(K).indices, 1.0)
+        divisor = W if reduction == "mean" else kept.sum(0).clamp(min=1)
         with torch.no_grad():
-            published.weights[0].sub_((total / divisor).reshape(32, 16), alpha=a)
+            published.weights[0].sub_(((kept * errors_WCn).sum(0) / divisor).view(32, 16), alpha=a)
+        errors_WCn *= 1 - kept
         expected.append(published.distribute())
     settings = {**DENSE, "top_k": K, "error_decay": b, "outer_lr": a, "reduction": reduction}
     _assert_equal(expected, problems.ADAMW, settings, shapes=shapes)
@@ -138,30 +134,22 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
     _assert_equal(ranks.threads(run, W)[0], inner, settings, every=1, shapes=shapes)
 
 
+SIGNS_OF_ALL = {"top_k": 256, "values": "sign", "reduction": "mean", "error_decay": 1.0}
+ROUND = {"error_decay": 0.5, "outer_lr": 0.9, "top_k": 24, "transform": "dct", "reduction": "senders"}
+
+
 @pytest.mark.parametrize(
-    "changed",
-    [
-        *({}, {"reduction": "mean"}, {"error_decay": 0.0}, {"values": "2-bit"}),
-        {"top_k": 256, "values": "sign", "reduction": "mean", "error_decay": 1.0},  # the signs of all coefficients
-    ],
-    ids=str,
+    "changed", [{}, {"reduction": "mean"}, {"error_decay": 0.0}, {"values": "2-bit"}, SIGNS_OF_ALL], ids=str
 )
 @torch.no_grad()
 def test_local_demo_equals_the_literal_round(changed):
-    settings = {
-        "error_decay": 0.5, "outer_lr": 0.9, "top_k": 24, "chunk": CHUNK, "transform": "dct",
-        "reduction": "senders", "values": "float64", **changed,
-    }  # fmt: skip
+    settings = {**DENSE, **ROUND, **changed}
     published, expected = Published(_sgd, SHAPES), []
     errors = [[zero_momentum(x, {**settings, "chunking": "padded"}) for x in published.weights] for _ in range(W)]
     for _ in range(ROUNDS):
         published.local_steps(H)
-        weights, errors = local_round(
-            [*map(Tensor.detach, published.weights)],
-            [[*map(Tensor.detach, each)] for each in published.local],
-            errors,
-            settings,
-        )
+        local = [[*map(Tensor.detach, each)] for each in published.local]
+        weights, errors = local_round([*map(Tensor.detach, published.weights)], local, errors, settings)
         torch._foreach_copy_(published.weights, weights)
         expected.append((published.distribute(), errors))
     for rank, rounds in enumerate(ranks.threads(_with_demopt, W, _sgd, SHAPES, H, settings)):
