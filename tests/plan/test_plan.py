@@ -12,7 +12,6 @@ import torch
 import models
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
 from demopt.exchange import Meter
 from demopt.plan import LOSS_ABOVE_DDP, Call, Case, Link, equal_bandwidth, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
@@ -58,8 +57,8 @@ def test_verdict_names_the_method_to_take(command, flags, told, seconds):
     assert shown[1].startswith(told)
     row = [line.split() for line in shown if line.split()[:1] == ["4"]][-1]
     assert row[-4:] == seconds.split()  # DDP, DDP bf16, DeMo, LocalDeMo
-    whole = " ".join(" ".join(shown).split())
-    assert f"{'nccl' if 'nccl' in flags else 'gloo'}; DDP bfloat16, during backward" in whole
+    way = "nccl" if "nccl" in flags else "gloo"
+    assert f"{way}; DDP bfloat16, during backward" in " ".join(" ".join(shown).split())
 
 
 def test_without_seconds_of_a_step_there_is_no_factor(command):
@@ -69,25 +68,26 @@ def test_without_seconds_of_a_step_there_is_no_factor(command):
     assert "That is more than a 24 GB card has" in shown
 
 
-def test_verdict_says_where_both_are_equal_or_who_is_always_ahead(command):
-    def told(*flags):
-        return " ".join(command("plan", "--params", "124M", "--workers", 4, "--step-seconds", 0.3, *flags).split())
+@pytest.fixture
+def told(command):
+    """told(flags): the plan of a small model for four machines, as one line."""
+    small = "plan --params 124M --workers 4 --step-seconds 0.3"
+    return lambda flags: " ".join(command(*f"{small} {flags}".split()).split())
 
-    assert "Both are equal at 13.8 Gbit/s." in told("--bandwidth", "100Gbit")
-    far = told("--bandwidth", "100Gbit", "--latency", 50)
+
+def test_verdict_says_where_both_are_equal_or_who_is_always_ahead(told):
+    assert "Both are equal at 13.8 Gbit/s." in told("--bandwidth 100Gbit")
+    far = told("--bandwidth 100Gbit --latency 50")
     least = float(re.search(r"ahead at any bandwidth, by at least ([\d.]+) times, because of the 50.0 ms", far)[1])
     assert 1 < least <= float(re.search(r"([\d.]+) times faster", far)[1])
 
 
-def test_much_exchange_brings_what_takes_less_with_its_loss(command):
-    flags = ("--params", "124M", "--workers", 4, "--step-seconds", 0.3, "--latency", 50)
-    shown = " ".join(command("plan", *flags, "--bandwidth", "20Mbit").split())
-    assert "Exchange is 92% of a step." in shown
-    assert re.search(r"--sync-every 15: 1.65 s, 10,000 steps 4 h 35 min; loss \+0.063", shown)
-    assert "10,000 steps: 11 h 54 min, with DDP 19 d" in shown
-    rare = command("plan", *flags, "--bandwidth", "20Mbit", "--sync-every", 15)
-    assert "--sync-every 15" not in rare  # it is not less
-    assert "Exchange is" not in command("plan", *flags[:-2], "--bandwidth", "10Gbit")
+def test_much_exchange_brings_what_takes_less_with_its_loss(told):
+    much = "--latency 50 --bandwidth 20Mbit"
+    less, whole = "--sync-every 15: 1.65 s, 10,000 steps 4 h 35 min; loss +0.063", "11 h 54 min, with DDP 19 d"
+    assert all(text in told(much) for text in ("Exchange is 92% of a step.", less, f"10,000 steps: {whole}"))
+    assert "--sync-every 15" not in told(f"{much} --sync-every 15")  # it is not less
+    assert "Exchange is" not in told("--bandwidth 10Gbit")
 
 
 def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command, tmp_path):
@@ -131,17 +131,14 @@ def plan_of(model, *workers, demo=None, **local):
 
 def counted(exchange, kind, values):
     """Bytes and calls of a rank's second round; the first has a handshake."""
-    meter = Meter(exchange)
-    parameters = problems.parameters(problems.FEW)
-    settings = {"values": values, "top_k": 24, "process_group": meter}
+    meter, settings = Meter(exchange), {"values": values, "top_k": 24, "chunk": 64}
     if kind == "LocalDeMo":
-        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, **settings)
+        optimizer = problems.local(meter, **settings)
     else:
-        optimizer = DeMo(parameters, update=kind.removeprefix("DeMo "), **settings)
+        optimizer = problems.demo(meter, update=kind.removeprefix("DeMo "), **settings)
     for step in range(2):
-        problems.set_gradients(parameters, step, exchange.rank)
         calls = meter.calls
-        optimizer.step()
+        problems.fingerprints(optimizer, [step], exchange.rank)
     stats = optimizer.stats
     return stats.sent_bytes, stats.received_bytes, stats.payload_bytes, meter.calls - calls
 

@@ -182,12 +182,10 @@ def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):
         return conflict if request[0] == "PUT" and asked.count(request) == 1 else None
 
     with small_s3(monkeypatch, once) as objects:
-        patient = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail)
+        patient, objects["run/b"] = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail), b"another's"
         assert patient.put_if_absent("a", b"x")
-        assert objects == {"run/a": b"x"}
-        objects["run/b"] = b"another's"
         assert not patient.put_if_absent("b", b"x")  # a 409, and it is there
-        assert objects["run/b"] == b"another's"
+        assert objects == {"run/a": b"x", "run/b": b"another's"}
 
 
 def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):

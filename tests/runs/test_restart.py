@@ -126,8 +126,7 @@ def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
 def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store, tmp_path):
-    first, again = Worker(store, 0), Worker(store, 1)
-    first.round()
+    first, again = Worker(store, 0).round(), Worker(store, 1)
     dcp.save({"optimizer": OptimizerState(first.optimizer)}, checkpoint_id=tmp_path)
     planner, state = LoadPlanner(), {"optimizer": OptimizerState(again.optimizer)}
     dcp.load(state, storage_reader=Reader(tmp_path), planner=planner)
@@ -162,15 +161,13 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
 def test_state_of_round_0_goes_on_where_later_ones_were_known(store):
     worker = Worker(store, 0, keep_log=True).join()
     state = worker.state()
-    worker.round(2)
-    digest = worker.digest
+    digest = worker.round(2).digest
     worker.optimizer.load_state_dict(state)
     assert (worker.join().rounds, worker.digest) == (2, digest)
 
 
 def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
-    first = Worker(store, 0, keep_log=True)
-    first.round()
+    first = Worker(store, 0, keep_log=True).round()
     state = first.state()
     assert isinstance(state["folder"]["before"], str)
     state["folder"]["before"] = "00" * 16
@@ -182,8 +179,7 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
 
 
 def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
-    worker = Worker(store, 0)
-    worker.round()
+    worker = Worker(store, 0).round()
     worker.run.unsent = 5
     worker.optimizer._rounds._drop_unsent()
     assert worker.run.unsent == 0
@@ -247,8 +243,7 @@ def test_object_that_is_gone_is_named_where_it_is_needed(gone, running, joining,
 
 
 def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store):
-    first, alone = Worker(store, 0), Worker(None, 2, group=SingleRank())
-    first.round()
+    first, alone = Worker(store, 0).round(), Worker(None, 2, group=SingleRank())
     steps(first, alone)
     again = Worker(store, 1, state=first.state())
     for worker in (first, again, alone):
@@ -262,16 +257,14 @@ def test_model_that_is_loaded_after_the_state_of_a_worker_is_told(store):
 
 
 def test_nobody_waits_for_an_observer_however_far_it_follows(store):
-    first, observer = Worker(store, 0, keep_log=True), Worker(store, 1)
-    first.round(9)
+    first, observer = Worker(store, 0, keep_log=True).round(9), Worker(store, 1)
     assert (observer.optimizer.observe(), observer.digest) == (9, first.digest)
     assert not [number for number in range(40) if observer.run.worker in log.look(store, number).hellos]
 
 
 @pytest.mark.parametrize(("fails", "resumes"), [("hello", True), ("hello", False), ("load", False)])
 def test_join_that_an_outage_ended_may_come_again_and_is_of_no_run_without_its_weights(store, fails, resumes):
-    first = Worker(store, 0)
-    first.round(2)
+    first = Worker(store, 0).round(2)
     again = Worker(store, 1, state=first.state() if resumes else None)
     holder = again.run if fails == "hello" else again.optimizer._rounds
     with patch.object(holder, fails, side_effect=ExchangeError("away")), pytest.raises(ExchangeError, match="away"):

@@ -62,9 +62,7 @@ def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sen
 
 
 def test_state_of_a_later_round_does_not_start_a_run(store):
-    first, there = Worker(ObjectStore(), 0), Worker(ObjectStore(), 2)
-    for worker in (first, there):
-        worker.round(3)
+    first, there = (Worker(ObjectStore(), number).round(3) for number in (0, 2))
     state = first.optimizer.state_dict()
     with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run; is its disk mounted\? A new run"):
         Worker(store, 1, state=state).join()
@@ -87,8 +85,7 @@ def test_second_optimizer_of_one_folder_exchange_is_refused(store):
 
 
 def test_joiner_reads_the_run_before_it_serialises_weights(store, monkeypatch):
-    first, joiner = Worker(store, 0), Worker(store, 1)
-    first.round()
+    first, joiner = Worker(store, 0).round(), Worker(store, 1)
     monkeypatch.setattr("demopt.runs.weights.checkpoint_of", None)
     assert joiner.join().digest == first.digest
 

@@ -62,14 +62,15 @@ class Worker(Member):
         self.model(torch.randn(4, 16, generator=self.draw)).square().mean().backward()
         self.optimizer.step()
 
-    def round(self, times: int = 1) -> None:
-        """A round, or some, each with its checkpoint."""
+    def round(self, times: int = 1) -> Any:
+        """A round, or some, each with its checkpoint. Returns itself."""
         self.join()
         for _ in range(times):
             before = self.rounds
             while self.rounds == before:
                 self.step()
             self.run.wait_for_uploads()
+        return self
 
     @property
     def rounds(self) -> int:
