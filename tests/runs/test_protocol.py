@@ -94,8 +94,6 @@ class Tokens:
     def exchange(self) -> Any:
         now = self.round
         now.outcome = self.run.exchange_round(self, now.header, now.message, now.attached)
-        if now.outcome.error is not None:
-            raise now.outcome.error
         return now.outcome.result
 
     def apply(self, result: Result) -> None:

@@ -313,8 +313,6 @@ class Replicator:
             raise ExchangeError(f"{now}: {error}") from error
         self.stats, current.exchanged = current.stats.timed("exchange", started), True
         current.stats = self.stats
-        if current.outcome is not None and current.outcome.error is not None:
-            raise current.outcome.error
         return messages
 
     def _travel(self, current: Round, exchange: Meter) -> Tensor:

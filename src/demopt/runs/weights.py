@@ -287,44 +287,42 @@ class FolderRounds(Rounds):
             self._catch_up()
 
     def _exchange_and_apply(self) -> None:
-        replicator, current = self.replicator, self.replicator.round
+        current = self.replicator.round
         assert current is not None
-
-        def end_without_apply() -> None:
-            replicator.mark_applied()
-            self._note_end(current)
-
         try:
-            messages = replicator.exchange()
-        except CoveredError:  # a checkpoint has its messages, and this worker's if that counts
-            self._load_newest(least=self._number + 1, then=end_without_apply)
-        except DriftError:  # by the others this worker's message is applied, if it has a row
-            with uninterrupted():
-                end_without_apply()
-            raise
+            messages = self.replicator.exchange()
         except ForkedError as error:
-            replicator.rollback()
+            self.replicator.rollback()
             self._leave_fork(error, log.digest_of(self.run.decided))
             self._is_behind = True
         else:
-            with uninterrupted():  # so that `decided` is the manifest of the weights
-                replicator.apply(messages)
-                self._note_end(current)
+            self._apply(current, messages)
         if current.attached.envelope.leaves or self.run.stopping:
             self.run.take_back_hellos(self._number)
         if not self._is_behind:
             assert self.run.last is not None
             self._save_if_due(self.run.last)
 
-    def _note_end(self, current: Round) -> None:
-        """Notes the outcome of a round for which this worker has sent a message."""
-        outcome = current.outcome
+    def _apply(self, current: Round, messages: Tensor) -> None:
+        """Ends a round whose manifest is known, and for which this worker has sent a message."""
+        replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
-        # Left out, or covered: later rounds may be decided already. Drifted weights wait for `resync`.
-        self._is_behind = not isinstance(outcome.error, DriftError) and (
-            outcome.row is None or outcome.error is not None
-        )
-        self.run.end_round(outcome, current.attached.sequences if current.in_momentum else 0)
+        is_covered = isinstance(outcome.error, CoveredError)  # by a checkpoint
+
+        def end(apply: Callable[[], None]) -> None:
+            with uninterrupted():  # so that `decided` is the manifest of the weights
+                apply()
+                self.run.end_round(outcome, current.attached.sequences if current.in_momentum else 0)
+                # Later rounds may be decided already. Drifted weights wait for `resync`.
+                self._is_behind = is_covered or (outcome.row is None and outcome.error is None)
+
+        if is_covered:
+            self._load_newest(least=self._number + 1, then=lambda: end(replicator.mark_applied))
+        elif outcome.error is None:
+            end(lambda: replicator.apply(messages))
+        else:  # drifted: by the others this worker's message is applied, if it has a row
+            end(replicator.mark_applied)
+            raise outcome.error
 
     def _save_if_due(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.
