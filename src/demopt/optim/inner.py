@@ -33,7 +33,7 @@ from demopt.validation import warn
 
 Group = dict[str, Any]
 #: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
-#: beside the parameters. It is each rank's own, and a saved state of all ranks has one of all else.
+#: beside the parameters. A consolidated state has one copy of the groups, and of the parameters' entries each rank's.
 IN_GROUP, BESIDE = _OURS = ("demopt.in_group", "demopt.in_optimizer")
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")

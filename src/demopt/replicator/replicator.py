@@ -607,7 +607,7 @@ class Replicator:
         self.rollback()
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
-        self.round_number = torch.zeros_like(self.round_number)  # a new one: `attach` takes that of the entries
+        self.round_number = torch.zeros_like(self.round_number)  # a new one: entries of DeMo may hold the old one
         self._wiring = None
         self.wiring()  # makes buffers, and copies the entries into them
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -283,10 +283,7 @@ class FolderExchange(VaryingExchange):
     # A round
 
     def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
-        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long.
-
-        Forgets which numbers were read that the manifest before counts as read.
-        """
+        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         note = _as_json("note", self.note, _MOST_NOTE)
         theirs = self._reading
@@ -297,7 +294,7 @@ class FolderExchange(VaryingExchange):
             )
         reads: Reads | None = None
         if self.total:
-            self.numbers_read = {*takewhile(self.numbers_read.__contains__, self._holds)}
+            self.numbers_read = theirs.read_first(self.worker, self.numbers_read) if theirs else set()
             reads = Reads(len(self.numbers_read), self.wanted, self.total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,

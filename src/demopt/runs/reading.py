@@ -7,10 +7,10 @@ out again, first of all. So every number is read at least once, and twice only i
 a manifest listed its message.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,10 @@ class Reading:
     def position(self) -> int:
         """How many numbers the manifests so far have."""
         return self.unread - count(self.returned) - sum(map(count, self.held.values()))
+
+    def read_first(self, worker: str, read: Set[int]) -> set[int]:
+        """Returns the numbers that a worker has read before the first one that it has not: a message counts those."""
+        return {*takewhile(read.__contains__, self.numbers(worker))}
 
     def numbers(self, worker: str) -> Iterator[int]:
         """Yields the numbers that a worker holds, in the order in which it reads them; a stranger may write many."""

@@ -64,8 +64,8 @@ class SavedWorker:
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    sent_from: int | None  # the first round that may have a message which is later; early 0.3.0 had none
-    unsent: int  # sequences in its error and local steps; early 0.3.0 had neither of these
+    sent_from: int  # the first round that may have a message which is later
+    unsent: int  # sequences in its error and local steps
     in_message: int  # sequences in the message
 
     @staticmethod
@@ -74,22 +74,21 @@ class SavedWorker:
         if entry == {}:
             return None
         try:
-            run, worker, before, packed = (entry[name] for name in ("run", "worker", "before", "message"))
-            read = json.loads(entry.get("read", "[]"))  # early 0.3.0 had none
-            sent_from, *counts = entry.get("sent_from"), entry.get("unsent", 0), entry.get("in_message", 0)
-            named = log.NAME.fullmatch(run) and log.NAME.fullmatch(worker) and {*map(type, read)} <= {int}
-            counted = all(type(each) is int and 0 <= each < 1 << 62 for each in (sent_from or 0, *counts))
-            if not (named and counted and isinstance(before, str)):
-                raise TypeError
+            packed, run = entry["message"], entry["run"]
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
-            return SavedWorker(run, worker, before, message, read, sent_from, *counts)
+            found = SavedWorker(**{**entry, "message": message})
+            counts = found.sent_from, found.unsent, found.in_message, *found.read
+            named = log.NAME.fullmatch(run) and log.NAME.fullmatch(found.worker) and isinstance(found.before, str)
+            if not (named and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)):
+                raise TypeError
+            return found
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
     def entry(self) -> dict[str, Any]:
         """Writes the entry."""
         message = None if self.message is None else tensor_of(self.message.packed())
-        return {**vars(self), "message": message, "read": json.dumps(self.read)}
+        return {**vars(self), "message": message}
 
 
 class FolderRounds(Rounds):
@@ -122,8 +121,10 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        self._restored: SavedWorker | None = None  # of the state that was loaded, until this worker joins
-        self._sent_from: int | None = None  # of that state, as `SavedWorker.sent_from`, until this worker has joined
+        # Of a state that was loaded: all of it until its message's round is open again; then, until this worker has
+        # joined, the first round that may have a later message.
+        self._restored: SavedWorker | None = None
+        self._unchecked_from: int | None = None
         self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
 
     @property
@@ -167,10 +168,10 @@ class FolderRounds(Rounds):
             with self._carrying_steps():
                 self._enter()
                 self._follow_run()
-                if self._sent_from is not None:
-                    self._drop_if_sent_since(self._sent_from)
+                if self._unchecked_from is not None:
+                    self._drop_if_sent_since(self._unchecked_from)
             run.stopping = self._is_behind = False  # which rounds of before, just followed, may have set
-        self._sent_from = None
+        self._unchecked_from = None
         run.hello(self._number)
         run.joined = True
         return not started
@@ -251,7 +252,7 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if self.has_joined or self._sent_from is not None:
+        if self.has_joined or self._unchecked_from is not None:
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         try:
@@ -612,7 +613,7 @@ class FolderRounds(Rounds):
         message, in_message = None, 0
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
-        sent_from = self._number + (message is not None) if self._sent_from is None else self._sent_from
+        sent_from = self._number + (message is not None) if self._unchecked_from is None else self._unchecked_from
         read = sorted(run.numbers_read)
         numbers = read, sent_from, run.unsent, in_message
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
@@ -628,11 +629,10 @@ class FolderRounds(Rounds):
         run, self._restored = self.run, saved
         run.joined = False
         if saved is None:
-            self._run_of_weights, self._sent_from, run.numbers_read, run.unsent = "", None, set(), 0
+            self._run_of_weights, self._unchecked_from, run.numbers_read, run.unsent = "", None, set(), 0
         else:
-            self._run_of_weights, run.numbers_read, run.unsent = saved.run, {*saved.read}, saved.unsent
-            usual = self._number + (saved.message is not None)
-            self._sent_from = usual if saved.sent_from is None else saved.sent_from
+            self._run_of_weights, self._unchecked_from = saved.run, saved.sent_from
+            run.numbers_read, run.unsent = {*saved.read}, saved.unsent
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
