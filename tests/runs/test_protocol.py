@@ -26,11 +26,9 @@ from stores import STILL, Crash, Through, time_by
 from demopt.errors import DemoptError, ExchangeError
 from demopt.replicator.rounds import Follower
 from demopt.replicator.route import Result
-from demopt.runs import exchange as exchange_module
-from demopt.runs import inbox as inbox_module
 from demopt.runs import log
-from demopt.runs import store as store_module
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.inbox import tensor_of
 from demopt.runs.store import ObjectStore, Store, StoreError
 from demopt.runs.weights import FolderRounds
 from demopt.wire.message import HEADER_BYTES, Header
@@ -137,7 +135,7 @@ class Tokens:
 
 def sent(data: bytes) -> list[int]:
     """The tokens in a message as it is in a store."""
-    return tokens_of(inbox_module.tensor_of(data.partition(b"\n")[2]))
+    return tokens_of(tensor_of(data.partition(b"\n")[2]))
 
 
 def tokens_of(message: torch.Tensor) -> list[int]:
@@ -404,7 +402,7 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
             if action in ("break", "kill") and chosen.state is not None and not chosen.alive:
                 workers.append(kind(len(workers), bare, again=chosen, keep_log=keep_log))
 
-    with time_by(STILL, "store"), patch.object(store_module, "_PAUSES", (0.0, 0.0)):
+    with time_by(STILL, "store"), patch("demopt.runs.store._PAUSES", (0.0, 0.0)):
         try:
             for _ in range(3):
                 carry_out("join", 0, 1)
@@ -461,5 +459,5 @@ def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(action
 @hypothesis.settings(max_examples=max(40, hypothesis.settings.default.max_examples // 5))
 @hypothesis.example(actions_of("late 0 40, late 1 40, ghost 0 1, late 0 40, late 1 40"), False)
 def test_all_hear_a_wish_to_stop_while_they_wait_for_one_that_never_comes(actions, keep_log):
-    with patch.object(exchange_module, "_TOLD_AFTER", -1.0):  # time stands still
+    with patch("demopt.runs.exchange._TOLD_AFTER", -1.0):  # time stands still
         play(actions, keep_log, stops=True)

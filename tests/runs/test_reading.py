@@ -5,19 +5,17 @@ import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any
 
 import hypothesis
 import pytest
-import torch
 from hypothesis import strategies as st
 from test_protocol import ACTIONS, MOST, InTurns, actions_of, schedule
 from workers import Worker
 
 import demopt
 from demopt.errors import SettingsError
+from demopt.exchange import SingleRank
 from demopt.runs import log
-from demopt.runs.exchange import FolderExchange
 from demopt.runs.reading import Reading, count
 from demopt.runs.store import ObjectStore, Store
 
@@ -69,29 +67,23 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions):
 @pytest.mark.parametrize("delay", [0, 1])
 def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay):
     store, read, futures = ObjectStore(), Counter[int](), list[Future[None]]()
-    lock, both, rounds = threading.Lock(), threading.Barrier(2), 4
+    lock, both = threading.Lock(), threading.Barrier(2)
 
     def work(number: int) -> None:
-        parameter = torch.nn.Parameter(torch.zeros(32))
-        run = FolderExchange(store, late=60.0)
-        inner = torch.optim.SGD([parameter], lr=0.1)
-        optimizer = demopt.LocalDeMo(inner, sync_every=2, delay=delay, codec=demopt.Codec(chunk=8), process_group=run)
-        optimizer.join()
+        worker = Worker(store, number, late=60.0, delay=delay).join()
         if number < 2:
             both.wait(200.0)  # so that neither reads everything before the other is there
-        for batch in demopt.RunSampler(optimizer, 101, batch=2 + number, epochs=2):
-            parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
+        for batch in demopt.RunSampler(worker.optimizer, 101, batch=2 + number, epochs=2):
+            worker.step()
             with lock:
                 read.update(batch)
-            done = int(optimizer.replicator.round_number)
-            if number == 0 and done >= 2 and len(futures) == 2:
+            if number == 0 and worker.rounds >= 2 and len(futures) == 2:
                 futures.append(pool.submit(work, 2))
-            if number == 1 and done >= rounds:
-                run.leaving = True
-                optimizer.finish_round(last=True)
+            if number == 1 and worker.rounds >= 4:
+                worker.run.leaving = True
+                worker.optimizer.finish_round(last=True)
                 break
-        run.wait_for_uploads()
+        worker.run.wait_for_uploads()
 
     with ThreadPoolExecutor(3) as pool:
         futures += [pool.submit(work, number) for number in range(2)]
@@ -114,16 +106,11 @@ def test_state_knows_what_its_local_steps_have_read():
 
 def test_worker_with_other_data_is_refused_before_it_sends():
     store = ObjectStore()
-
-    def batches(sequences: int, run: Any) -> Any:
-        inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
-        return iter(demopt.RunSampler(demopt.LocalDeMo(inner, process_group=run), sequences, batch=2))
-
-    next(batches(10, FolderExchange(store, late=0.0, patience=0.0)))
+    next(iter(demopt.RunSampler(Worker(store, 0).optimizer, 10, batch=2)))
     with pytest.raises(SettingsError, match="11 sequences in all epochs"):
-        next(batches(11, FolderExchange(store, late=0.0, patience=0.0)))
+        next(iter(demopt.RunSampler(Worker(store, 1).optimizer, 11, batch=2)))
     with pytest.raises(TypeError, match="FolderExchange"):
-        batches(10, None)
+        demopt.RunSampler(Worker(None, 0, group=SingleRank()).optimizer, 10, batch=2)
 
 
 def test_spans_stay_few_over_a_long_run():

@@ -396,22 +396,23 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     assert f"the run's model is {base}, which is not here: give a copy of it by --model" in command(*join, code=2)
     other = models.save_tiny(machines.place / "other", seed=2)
     assert "these are not the weights that the run began with" in command(*join, "--model", other, code=2)
+
+    def export(out, *words, model=moved, **how):
+        return command("export", machines.run, "--out", machines.place / out, "--model", model, *words, **how)
+
     (machines.place / "empty").mkdir()
-    told = command("export", machines.run, "--out", machines.place / "empty", "--model", "nowhere", code=2)
-    assert "--model nowhere" in told or "the run's model" in told
+    assert re.search("--model nowhere|the run's model", export("empty", model="nowhere", code=2))
     for out, told in ((moved, f"would replace --model {moved}"), (machines.place / "first", "holds a run")):
-        seen = command("export", machines.run, "--out", out, "--model", moved, "--merge", code=2)
-        assert seen == f"demopt: --out {out} {told}; give another --out\n"
-    seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved)
-    assert seen.startswith("the model after 3 rounds is in")
+        assert export(out, "--merge", code=2) == f"demopt: --out {out} {told}; give another --out\n"
+    assert export("early").startswith("the model after 3 rounds is in")
     seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved, code=2)
     assert "already holds adapter_config.json; delete the model there, or give another --out" in seen
     assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
     second = machines.join("second", "--model", moved, at=3)
     machines.allow(99)
     assert machines.end_alike(second=second, first=first).startswith("weights after 8 rounds")
-    for out, words in (("late", ()), ("whole", ("--merge",))):
-        command("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
+    export("late")
+    export("whole", "--merge")
     places = (machines.place / out for out in ("first/model", "second/model", "late", "early"))
     trained, same, exported, early = ((place / "adapter_model.safetensors").read_bytes() for place in places)
     assert trained == same == exported != early
@@ -429,14 +430,11 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     assert told == f"demopt: the run in {machines.run} began with a fresh model; leave out --model\n"
     told = command("join", machines.run, "--batch", 1, code=2)
     assert told == "demopt: --batch is 1, and the run has 2; it may differ only with --global-batch\n"
-    text = Path(machines.data[1])
-    text.rename(machines.place / "moved.txt")
-    told = command("join", machines.run, "--out", machines.place / "late", code=2)
-    assert f"the run's text is {text}, which is not here: give a copy of it by --data" in told
-    (machines.place / "moved.txt").rename(text)
-    told = command("join", machines.run, "--out", machines.place / "late")
-    assert f"reading {text}" in told
-    assert "the model is in" in told
+    text, late = Path(machines.data[1]), ("join", machines.run, "--out", machines.place / "late")
+    moved = text.rename(machines.place / "moved.txt")
+    assert f"the run's text is {text}, which is not here: give a copy of it by --data" in command(*late, code=2)
+    moved.rename(text)
+    assert re.search(f"(?s)reading {text}.*the model is in", command(*late))
     shutil.copytree(machines.run, machines.place / "broken")
     shutil.rmtree(machines.place / "broken" / "start")
     shutil.rmtree(machines.place / "broken" / "checkpoints")

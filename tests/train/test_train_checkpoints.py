@@ -101,8 +101,8 @@ def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, 
 def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
     from safetensors.torch import load_file
 
-    saved = load_file(runs("local")[0] / "model" / "model.safetensors")
-    path = OutFolder(runs("local")[0]).checkpoints / f"step-{STEPS:08d}"
+    out = runs("local")[0]
+    saved, path = load_file(out / "model" / "model.safetensors"), out / "checkpoints" / f"step-{STEPS:08d}"
     state = {f"model.{name}": torch.empty_like(value) for name, value in saved.items()}
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.load_state(state, storage_reader=FileSystemReader(path), no_dist=True)
@@ -113,21 +113,20 @@ EMPTY = '{"step": 3, "fingerprint": "", "settings": [], "tokens": 0}'
 
 
 @pytest.mark.parametrize("broken", ["{", "[1]", '{"step": 3}', "\xff", EMPTY, EMPTY.replace("3", "1e999"), "[" * 99999])
-def test_damaged_record_is_refused_in_one_line(tmp_path, finished, broken):
-    newest = checkpoint.newest(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
-    (newest / "run.json").write_text(broken, encoding="latin-1")
-    with pytest.raises(InputError, match=r"step-00000012 cannot be read") as told:
-        checkpoint.read(newest)
-    assert "\n" not in str(told.value)
+def test_damaged_record_is_refused_in_one_line(tmp_path, broken):
+    place = tmp_path / "step-00000012"
+    place.mkdir()
+    (place / "run.json").write_text(broken, encoding="latin-1")
+    with pytest.raises(InputError, match=r"^.*step-00000012 cannot be read.*$"):
+        checkpoint.read(place)
 
 
 def test_record_without_a_fingerprint_of_the_text_is_another_run(tmp_path, finished):
     newest = checkpoint.newest(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
     record = json.loads((newest / "run.json").read_text())
     (newest / "run.json").write_text(json.dumps(record | {"fingerprint": None}))
-    config = config_of(record["settings"])
     with pytest.raises(InputError, match="the text or tokenizer here is not that of the run in"):
-        checkpoint.find(newest.parent, config, record["fingerprint"])
+        checkpoint.find(newest.parent, config_of(record["settings"]), record["fingerprint"])
 
 
 @pytest.mark.parametrize(
@@ -180,16 +179,12 @@ def apart(work, *args):
 
 def save_and_die(out, number):
     """Save step 3, and die at change number `number` of a folder, or opening of a file to write."""
-    changes = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
-    seen = 0
+    changes = itertools.count()
 
     def hook(event, arguments):
-        nonlocal seen
         writes = event == "open" and isinstance(arguments[1], str) and arguments[1][0] in "wax"
-        if event in changes or writes:
-            if seen == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            seen += 1
+        if (writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")) and next(changes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     save(out, 3)

@@ -53,18 +53,17 @@ def test_same_run_may_change_its_free_settings_alone():
 
 
 def test_resume_auto_starts_and_goes_on(tmp_path):
-    first = assemble({"out": str(tmp_path), "resume_auto": True})
+    given, step = {"out": str(tmp_path), "resume_auto": True}, tmp_path / "checkpoints" / "step-00000005"
+    first = assemble(given)
     assert (first.resume, first.overwrite) == (False, True)
     (tmp_path / "config.json").write_text(json.dumps(TrainConfig(out=str(tmp_path), steps=7).record()))
-    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
-    assert assemble({"out": str(tmp_path), "resume_auto": True}).overwrite  # a save that was interrupted
-    (tmp_path / "checkpoints" / "step-00000005" / ".metadata").touch()
-    again = assemble({"out": str(tmp_path), "resume_auto": True})
+    step.mkdir(parents=True)
+    assert assemble(given).overwrite  # a save that was interrupted
+    (step / ".metadata").touch()
+    again = assemble(given)
     assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
-    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step-00000005").symlink_to(tmp_path / "elsewhere" / "step-00000005")
-    assert not assemble({"out": str(tmp_path), "resume_auto": True}).overwrite
+    step.symlink_to(step.rename(tmp_path / "elsewhere"))
+    assert not assemble(given).overwrite
 
 
 def test_config_file_may_hold_settings_of_another_optimizer(tmp_path):

@@ -79,37 +79,31 @@ def test_tokens_windows_stay_in_their_row():
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_load_corpus_reads_token_files(tmp_path, suffix):
-    for name in "ab":
-        row = np.arange(400, dtype=np.uint16)
-        np.save(tmp_path / f"{name}.npy", row) if suffix == ".npy" else row.tofile(tmp_path / f"{name}.bin")
-    corpus = data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
+def test_token_files_are_read_on_where_one_is_replaced_and_a_change_in_one_ends_the_run(tmp_path, suffix):
+    row, files = np.arange(400, dtype=np.uint16), [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for file in files:
+        np.save(file, row) if suffix == ".npy" else row.tofile(file)
+    corpus = data.load_corpus(replace(CONFIG, data=[*map(str, files)]))
     assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
     assert corpus.bytes_per_token is None
-
-
-@pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_token_file_that_changes_ends_the_run_and_one_that_is_replaced_is_read_on(tmp_path, suffix):
-    file, row = tmp_path / f"a{suffix}", np.arange(400, dtype=np.uint16)
-    np.save(file, row) if suffix == ".npy" else row.tofile(file)
-    corpus = data.load_corpus(replace(CONFIG, data=[str(file)]))
     before = data.batch(corpus.train, CONFIG, 1, 0)
-    file.rename(tmp_path / "aside")
-    file.write_bytes(b"another")  # in its place, as a download does
+    for file in files:
+        file.rename(file.with_suffix(".aside"))
+        file.write_bytes(b"another")  # in its place, as a download does
     assert np.array_equal(data.batch(corpus.train, CONFIG, 1, 0), before)
-    os.replace(tmp_path / "aside", file)
-    os.truncate(file, 10)
+    for file in files:
+        os.replace(file.with_suffix(".aside"), file)
+        os.truncate(file, 10)
     with pytest.raises(DemoptError, match="changed since it was opened; put its content back"):
         data.batch(corpus.train, CONFIG, 1, 0)
 
 
 def test_documents_leaves_out_what_the_run_writes(tmp_path):
     (tmp_path / "text.txt").write_text("some words " * 99)
-    config = replace(CONFIG, data=[str(tmp_path)], out=str(tmp_path / "runs" / "first"))
+    config, model = replace(CONFIG, data=[str(tmp_path)], out=str(tmp_path / "runs")), tmp_path / "runs" / "model"
     before = data.load_corpus(config)
-    model = tmp_path / "runs" / "first" / "model" / "tokenizer.json"
-    model.parent.mkdir(parents=True)
-    model.write_text("7")
+    model.mkdir(parents=True)
+    (model / "tokenizer.json").write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
 
 

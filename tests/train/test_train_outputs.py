@@ -124,9 +124,8 @@ def test_missing_tracker_is_named_with_the_command_to_install(monkeypatch):
 def test_tensorboard_has_the_metrics(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with Report(OutFolder(tmp_path), TrainConfig(tracker="tensorboard", sequence=4), 0, first=True) as shown:
-        shown.step(row_of(1, loss=3.0))
-        shown.step(row_of(2, loss=float("nan")))
-        shown.step(row_of(3, loss=2.0, val_loss=2.5))
+        for row in (row_of(1, loss=3.0), row_of(2, loss=float("nan")), row_of(3, loss=2.0, val_loss=2.5)):
+            shown.step(row)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     found = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in ("loss", "val_loss")}
