@@ -18,16 +18,10 @@ if TYPE_CHECKING:
     from demopt.train.config import TrainConfig
 
 MEANT = {
-    "--learning-rate": "--lr",
-    "--batch-size": "--batch",
-    "--max-steps": "--steps",
-    "--seq-len": "--sequence",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--output-dir": "--out",
-    "--model-name-or-path": "--model",
-    "--lora-r": "--lora",
-    "--dataset": "--data",
-}
+    "--learning-rate": "--lr", "--batch-size": "--batch", "--max-steps": "--steps", "--seq-len": "--sequence",
+    "--gradient-accumulation-steps": "--accumulate", "--output-dir": "--out", "--model-name-or-path": "--model",
+    "--lora-r": "--lora", "--dataset": "--data",
+}  # fmt: skip
 EXAMPLES = """Examples:
 
 demopt train --workers 2 --data corpus.txt --out runs/mine

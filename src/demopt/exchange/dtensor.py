@@ -70,11 +70,8 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
 
 def groups_of_copies(tensor: Tensor) -> list[Any]:
     """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included."""
-    return [
-        mesh.get_group(number)
-        for mesh, number, placement in _placements(tensor)
-        if placement.is_replicate() and mesh.size(number) > 1
-    ]
+    places = _placements(tensor)
+    return [mesh.get_group(n) for mesh, n, placement in places if placement.is_replicate() and mesh.size(n) > 1]
 
 
 def shard_of(tensor: Tensor) -> tuple[int, int]:

@@ -33,10 +33,10 @@ Tensors = Sequence[Tensor | None]  # of parameters; None: all zeros
 KINDS: dict[str, Any] = {"pointer": ctypes.c_void_p, "whole": ctypes.c_int64, "real": ctypes.c_float}
 
 
-def fields(text: str, **structures: Any) -> list[tuple[str, Any]]:
-    """Returns the fields of a structure, as C has them: kinds, or structures, each before the names of its fields."""
+def fields(text: str) -> list[tuple[str, Any]]:
+    """Returns a structure's fields, as C has them: kinds, or structures of this module, each before its names."""
     groups = [group.split() for group in text.split(";")]
-    return [(name, (KINDS | structures)[kind]) for kind, *names in groups for name in names]
+    return [(name, KINDS.get(kind) or globals()[kind]) for kind, *names in groups for name in names]
 
 
 class Matrix(ctypes.Structure):
@@ -199,8 +199,7 @@ def _check_ranks(world_size: int) -> None:
 class _Extract(ctypes.Structure):
     _fields_ = fields(
         "pointer matrices; whole count chunks; pointer momentum; Basis rows columns; real decay scale; "
-        "pointer signs codes; whole keep; pointer positions values; whole next",
-        Basis=Basis,
+        "pointer signs codes; whole keep; pointer positions values; whole next"
     )
 
 
@@ -211,14 +210,12 @@ class _SubtractSent(ctypes.Structure):
 class _Apply(ctypes.Structure):
     _fields_ = fields(
         "Received received; pointer matrices; whole count; Basis rows columns; pointer padded_rows; "
-        "whole row_bits column_bits; real basis_unit decay factor; whole store by_sign next",
-        Received=Received,
-        Basis=Basis,
+        "whole row_bits column_bits; real basis_unit decay factor; whole store by_sign next"
     )
 
 
 class _Answer(ctypes.Structure):
-    _fields_ = fields("Received received; whole length; pointer error sum signs codes; whole next", Received=Received)
+    _fields_ = fields("Received received; whole length; pointer error sum signs codes; whole next")
 
 
 class Kernel:

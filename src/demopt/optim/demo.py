@@ -21,25 +21,15 @@ from demopt.validation import check_choice
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
 V1: dict[str, Any] = {
-    "top_k": 32,
-    "update": "signum",
-    "momentum_decay": 0.999,
-    "alpha": 1.0,
-    "gradient_scale": "lr",
-    "chunking": "divisor",
-    "codec": Codec(values="float32", reduction="senders"),
-}
+    "momentum_decay": 0.999, "alpha": 1.0, "gradient_scale": "lr", "chunking": "divisor",
+    "top_k": 32, "update": "signum", "codec": Codec(values="float32", reduction="senders"),
+}  # fmt: skip
 
 #: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of the sent part is subtracted from it.
 V2: dict[str, Any] = {
-    "top_k": 32,
-    "update": "signum",
-    "momentum_decay": 0.995,
-    "alpha": 0.2,
-    "gradient_scale": "ema",
-    "chunking": "padded",
-    "codec": Codec(values="float32", reduction="mean"),
-}
+    "momentum_decay": 0.995, "alpha": 0.2, "gradient_scale": "ema", "chunking": "padded",
+    "top_k": 32, "update": "signum", "codec": Codec(values="float32", reduction="mean"),
+}  # fmt: skip
 
 
 class DeMo(ReplicatedOptimizer):
@@ -110,17 +100,10 @@ class DeMo(ReplicatedOptimizer):
     ) -> None:
         codec = codec_of(DeMo, of_codec, codec)
         defaults = {
-            "lr": lr,
-            "momentum_decay": momentum_decay,
-            "alpha": alpha,
-            "top_k": top_k,
-            "update": update,
-            "weight_decay": weight_decay,
-            "gradient_scale": gradient_scale,
-            "chunking": chunking,
-            "maximize": maximize,
+            "lr": lr, "momentum_decay": momentum_decay, "alpha": alpha, "top_k": top_k, "update": update,
+            "weight_decay": weight_decay, "gradient_scale": gradient_scale, "chunking": chunking, "maximize": maximize,
             **codec.hyperparameters(),
-        }
+        }  # fmt: skip
         _settings_of(defaults)
         super().__init__(params, plain(defaults))
         _refuse_folder(process_group)

@@ -64,8 +64,7 @@ TABLE = tuple(map(Failure._make, (
     (r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", SETTINGS, CREDENTIALS),
     ("ExpiredToken|TokenRefreshRequired|InvalidToken", SETTINGS,
      "the credentials' token has expired; end this command (Ctrl-C saves), and start it with a new one"),
-    ("RequestTimeTooSkewed|RequestExpired", SETTINGS,
-     "the clock of this machine or of the server is wrong; set the time"),
+    ("RequestTimeTooSkewed|RequestExpired", SETTINGS, "the clock of this machine or the server is wrong; set the time"),
     ("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed|Unauthenticated|: 401 ", SETTINGS,
      "wrong credentials"),
     # Addresses

@@ -128,7 +128,7 @@ class TrainConfig:
     weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0, le=1e30)
     momentum: float | None = training(
         None,
-        "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, local 0.9.",
+        "Decay of demo's momentum, or Muon's. Default: demo 0.95 (muon) or 0.99, local 0.9.",
         fits=("demo", "local"),
     )
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)

@@ -45,17 +45,11 @@ def train(config: TrainConfig) -> int:
         settings = Path(scratch, "settings.json")
         settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
         how = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=config.workers,
-            run_id="demopt",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
+            min_nodes=1, max_nodes=1, nproc_per_node=config.workers, max_restarts=0, run_id="demopt",
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle="SIGQUIT",  # `stop_on_signals` handles the others
-        )
+        )  # fmt: skip
         with stop_on_signals(Path(scratch, STOP).touch) as received:
             try:
                 elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings), str(os.getpid()))

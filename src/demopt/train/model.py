@@ -61,16 +61,11 @@ def _fresh(config: TrainConfig) -> nn.Module:
     family = {"llama": LlamaConfig, "olmo": OlmoConfig}[PRESETS[config.preset].family]
     shape: dict[str, Any] = {
         "vocab_size": config.vocab_size or BYTE_VOCABULARY,  # before the text is read
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "max_position_embeddings": config.sequence,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 0 if config.tokenizer == "bytes" else None,
-        "pad_token_id": None,
-    }
+        "hidden_size": config.width, "intermediate_size": config.mlp,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "max_position_embeddings": config.sequence, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": 0 if config.tokenizer == "bytes" else None, "pad_token_id": None,
+    }  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(family(**shape), attn_implementation="sdpa")
     return model
 

@@ -135,8 +135,5 @@ def _seconds_between(one: str, other: str) -> float | None:
 def numbers_of(note: Any) -> dict[str, float]:
     """Returns the known numbers in a note; anything else that another worker has put there is as good as nothing."""
     found = note if isinstance(note, dict) else {}
-    return {
-        name: found[name]
-        for name, most in NUMBERS.items()
-        if type(found.get(name)) in (int, float) and 0 <= found[name] <= most
-    }
+    known = {name: value for name, value in found.items() if name in NUMBERS and type(value) in (int, float)}
+    return {name: value for name, value in known.items() if 0 <= value <= NUMBERS[name]}
