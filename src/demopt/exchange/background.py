@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class SideStream:
-    """An accelerator's stream for exchanges in the background, so that backward's kernels do not queue behind them.
-
-    Events order it after the stream that wrote a message, and before the one that reads the result.
-    """
+    """An accelerator's stream for exchanges: no kernel of backward queues behind them. Events order both."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device)

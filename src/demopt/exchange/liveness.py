@@ -52,10 +52,7 @@ class Liveness:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], ours: bool = True) -> Iterator[None]:
-        """Around a collective of these global ranks: its failure becomes an ExchangeError that names the lost ones.
-
-        `ours`: all RuntimeErrors are the collective's. Otherwise only those that speak of a network are.
-        """
+        """Makes a failed collective an ExchangeError that names lost ranks. Not `ours`: only errors of a network."""
         key = _key_of(ranks)
         self._ensure_thread(ranks)
         with self._lock:

@@ -48,10 +48,7 @@ class Matrix(ctypes.Structure):
 
 
 class Basis(ctypes.Structure):
-    """A basis in the form that kernels need: its rows halved twice if they alternate between even and odd, as in a DCT.
-
-    `of_columns`: for transforms of columns, whose rows are padded; `transposed`: for the forward one.
-    """
+    """A basis for kernels, halved twice if `foldable`. `of_columns`: rows are padded; `transposed`: a forward one."""
 
     _fields_ = fields("whole size folded; pointer full odd even middle")
 

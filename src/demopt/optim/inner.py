@@ -277,10 +277,7 @@ def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Returns the bytes of an optimizer's state that is of no parameter, uint8 [n]; warns if they could not be read.
-
-    MADGRAD has such keys in `state`, and the `state_dict` of Ranger21 has keys beside it.
-    """
+    """Returns state of no parameter, as of MADGRAD or Ranger21, as uint8 [n]; warns if it could not be read."""
     loose = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     rest = {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
     if not (loose or rest):

@@ -94,7 +94,7 @@ class TrainConfig:
     )
     model_digest: str | None = decoder(None, "Digest that the weights in --model must have; a run records it.")
     lora: int | None = decoder(
-        None, "Rank of LoRA adapters on --model's linear layers; only they are trained and exchanged.", ge=1, le=MANY
+        None, "Rank of LoRA adapters on --model's linear layers; only they train.", ge=1, le=MANY
     )
     merge: bool = decoder(False, "With --lora, also save the model with its adapters merged in.", free=True)
     preset: str = decoder("small", "Size of a fresh model, see below; demo-300m and demo-1b: the paper's.")
@@ -106,13 +106,10 @@ class TrainConfig:
     sequence: int | None = decoder(None, "Tokens per training sequence.", ge=2, le=MANY)
 
     optimizer: Literal["local", "demo", "adamw"] = training(
-        "local",
-        "local (LocalDeMo around Muon and AdamW), demo (DeMo), or, to compare, adamw with DistributedDataParallel.",
+        "local", "local (LocalDeMo around Muon and AdamW), demo (DeMo), or, to compare, adamw (with DDP)."
     )
     steps: int | None = training(None, "Optimizer steps. Default: 800, or as many as --epochs takes.", ge=1, le=10**12)
-    epochs: int | None = training(
-        None, "Instead of --steps: how often to read the text. Each sequence is read once per epoch.", ge=1, le=MANY
-    )
+    epochs: int | None = training(None, "Instead of --steps: how often each sequence is read.", ge=1, le=MANY)
     batch: int = training(4, "Sequences per worker and forward pass.", ge=1, le=MANY)
     accumulate: int = training(1, "Forward passes per step.", ge=1, le=10_000)
     global_batch: int | None = training(
@@ -127,9 +124,7 @@ class TrainConfig:
     final_lr: float = training(0.1, "End of the cosine, as a fraction of the peak.", ge=0, le=1)
     weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0, le=1e30)
     momentum: float | None = training(
-        None,
-        "Decay of demo's momentum, or Muon's. Default: demo 0.95 (muon) or 0.99, local 0.9.",
-        fits=("demo", "local"),
+        None, "Decay of demo's or Muon's momentum. Default: demo 0.95 (muon), 0.99; local 0.9.", fits=("demo", "local")
     )
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
 
@@ -140,7 +135,7 @@ class TrainConfig:
         None, "Bound a hostile worker's harm: no chunk above the median's, no message against others'. Default: --run."
     )
     update: str | None = message(
-        None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
+        None, "muon (and adamw), signum, sgd, nesterov, lion, adamw. Default: muon.", fits=("demo",)
     )
 
     sync_every: int = local(5, "Local steps per round.", ge=1)
@@ -151,7 +146,7 @@ class TrainConfig:
 
     workers: int = machine(1, "Workers on this machine; torchrun's number wins.", ge=1, free=True)
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = machine(
-        "auto", "Device of the workers; auto: cuda where it is, otherwise cpu.", free=True
+        "auto", "auto: cuda where it is, else cpu.", free=True
     )
     precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
     compile: bool = machine(False, "Run the model through torch.compile.", free=True)
@@ -162,9 +157,7 @@ class TrainConfig:
     late: float = folder(10.0, "Seconds that a round waits for workers that are late.", ge=0)
     checkpoint_every: int = folder(20, "Rounds between checkpoints in the folder.", ge=1, le=10**8)
     keep_log: bool = folder(False, "Delete no message, so that demopt replay can compute the weights again.")
-    key_file: str | None = folder(
-        None, "File with 64 hex digits, the same on every machine: objects written without it are refused.", once=True
-    )
+    key_file: str | None = folder(None, "File of 64 hex digits: objects written without it are refused.", once=True)
 
     @property
     def tokens_per_step(self) -> int:

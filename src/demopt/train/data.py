@@ -240,12 +240,11 @@ def _source(read: list[Path], left: list[Path]) -> str:
 
 
 def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    names: list[str] = []
-    for folder, below, files in os.walk(root):
+    found: list[Path] = []
+    for folder, below, files in os.walk(sysconfig.get_path("stdlib")):
         below[:] = [name for name in below if name not in NOT_LIBRARY]  # others' packages may be many: not entered
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    return [root / name for name in sorted(names)]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found, key=Path.as_posix)
 
 
 def _files(path: Path, config: TrainConfig) -> list[Path]:
@@ -259,9 +258,8 @@ def _files(path: Path, config: TrainConfig) -> list[Path]:
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
     out = Path(config.out).resolve()
-    below = ((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
-    seen = [file for name, file in sorted(below) if not any(part.startswith(".") for part in name.split("/"))]
-    return [file for file in seen if out not in file.resolve().parents]
+    seen = [file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    return sorted((f for f in seen if f.is_file() and out not in f.resolve().parents), key=Path.as_posix)
 
 
 # Tokens

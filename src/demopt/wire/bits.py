@@ -32,10 +32,7 @@ class Plane:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [ceil(n bits / 8)]; unused bits are zero.
-
-    On an accelerator it returns the bits (bool), which `pack_sections` packs with those of other planes.
-    """
+    """Packs integers [n] of at most 32 bits into uint8; on an accelerator returns the bits, for `pack_sections`."""
     if values.is_cpu and library() is not None:
         return kernels.pack(values, bits)
     apart = each_bit(values, bits)
@@ -151,10 +148,7 @@ class IndexCode:
         return [*encoded, pack_bits(bitmap) if on_cpu else bitmap]
 
     def decode(self, planes: list[Tensor], chunks: int) -> tuple[Tensor, Faults]:
-        """Decodes planes [W, bytes], or their `bits_of`, to positions int64 [W, C, K], without waiting for the device.
-
-        Returns also faults: of maps that do not have K ones, of positions that do not ascend, or reach N.
-        """
+        """Decodes planes [W, bytes], or their bits, to positions int64 [W, C, K], and faults. Waits for no device."""
         keep, low, faults = self.keep, self.low, []
         if self.width:
             if planes[-1].is_cpu and planes[-1].dtype == torch.uint8 and library() is not None:

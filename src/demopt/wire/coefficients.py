@@ -88,10 +88,7 @@ class Coefficients(ABC):
 
     @abstractmethod
     def agreement(self) -> Tensor:
-        """Returns how far each two ranks agree, as `trusted` takes it, int64 [2, W, W].
-
-        A coefficient counts as much as it is large in its chunk, and its chunk as it is large among the ranks'.
-        """
+        """Returns how far two ranks agree, int64 [2, W, W]; large coefficients and large chunks count more."""
 
     @abstractmethod
     def clipped_to_median(self) -> Coefficients:

@@ -171,10 +171,7 @@ class Layout:
         return [section.checked(data, rank) for section, data in pairs]
 
     def decode(self, bodies_WB: Tensor, devices: Sequence[torch.device]) -> tuple[list[Coefficients], Faults]:
-        """Decodes all sections, each for its device, without waiting for the device; returns also their faults.
-
-        What all sections have, narrow numbers and scales, is decoded at once: an accelerator pays for each operation.
-        """
+        """Decodes all sections, what is narrow at once: few launches. Waits for no device; returns also faults."""
         datas, sections = self.bodies(bodies_WB), self.sections
         narrow = [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)]
         bits = bits_of(torch.cat(narrow, -1)).split([8 * section.narrow_bytes for section in sections], -1)

@@ -83,10 +83,7 @@ def pack_message(header: Header, *parts: Tensor, size: int | None = None, device
 
 
 def read_headers(messages: Tensor, faults_W: Tensor | None = None) -> list[RawHeader]:
-    """Reads the headers of messages uint8 [W, B] and computes their checksums, in one copy to the host.
-
-    `faults_W` (int64) comes along: the number of errors in each body. Raises MessageError if the rows are no messages.
-    """
+    """Reads headers and checksums of messages uint8 [W, B], and `faults_W` of bodies, in one copy to the host."""
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] < HEADER_BYTES:
         raise MessageError(f"got {messages.dtype} {list(messages.shape)}, not rows of at least {HEADER_BYTES} bytes")
     if messages.shape[1] % 8:
