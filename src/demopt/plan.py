@@ -162,9 +162,6 @@ def _alternatives(console: Console, case: "Case") -> None:
     )
 
 
-# Costs
-
-
 #: The name of a model, its nn.Module on the meta device, and the count of its parameters, also in chunks that are full.
 Model = tuple[str, Any, int]
 

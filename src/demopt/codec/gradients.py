@@ -34,9 +34,8 @@ def forget_scale(optimizer: torch.optim.Optimizer) -> None:
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Returns each parameter's gradient, of a DTensor this process's part; None where it has none or does not train.
 
-    A DTensor's gradient gets the placements of its parameter where backward left others: under tensor parallelism with
-    SequenceParallel the gradients of a norm are Partial, so the ranks of a node call this together. TypeError if one
-    is sparse or complex.
+    Where backward left a DTensor's gradient with other placements than its parameter's, as SequenceParallel leaves a
+    norm's Partial, it gets these: ranks of a node call this together. TypeError if one is sparse or complex.
     """
     found: list[Tensor | None] = []
     for number, parameter in enumerate(parameters):

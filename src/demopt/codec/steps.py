@@ -105,8 +105,7 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor]:  # [C, K] each
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
-    Goes block by block, so that gradients, momentum and intermediate results stay in the cache. For signs of all
-    coefficients it returns no positions, and a view of the momentum. `factors` are b and s.
+    Block by block, so that all stays in the cache. For signs of all, no positions and a view of the momentum.
     """
     everything = chunk_group.section.all_signs
     shape = (0, 0) if everything else (chunk_group.chunks, chunk_group.key.keep)
@@ -131,8 +130,7 @@ def _by_blocks(
 def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number: int, workspace: Workspace) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
-    Goes block by block: Q and U of one block exist at a time, never of the whole model. `round_number` seeds the
-    rounding of bfloat16 parameters.
+    Block by block: Q and U are never of the whole model. `round_number` seeds the rounding of bfloat16 parameters.
     """
     settings, rule = chunk_group.settings, chunk_group.rule
     if settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone

@@ -215,8 +215,7 @@ class Muon(Rule):
 def newton_schulz(matrices_RS: Tensor) -> Tensor:
     """Returns U V^T of the singular value decomposition U S V^T, with singular values between 0.7 and 1.2 instead of 1.
 
-    Newton-Schulz iteration of a matrix, or of a batch [B, R, S], in its dtype. The scale of a matrix does not matter;
-    zeros stay zeros.
+    Newton-Schulz iteration of a matrix, or of a batch, in its dtype. Its scale does not matter; zeros stay zeros.
     """
     if not matrices_RS.numel():
         return matrices_RS.clone()

@@ -96,8 +96,6 @@ class Optimizer(torch.optim.Optimizer):
         self._detached: Round | None = None  # this worker's message, if it may not have been applied
         self._since = 0  # the step at which it was extracted
 
-    # The step
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. The first call is `join`: weights come before a gradient is computed."""
         if self._new:
@@ -305,8 +303,7 @@ def leader(workers: list[Participant]) -> int:
 class QuorumExchange(Exchange):
     """The workers of a quorum. `seconds`: the timeout of a call; None: that of the process group.
 
-    Any error closes the connections to all workers, so that none of them waits for another. With `ranks`, these workers
-    alone, in this order, while all others wait.
+    Any error closes all connections, so that no worker waits for another. With `ranks`, these workers, in this order.
     """
 
     def __init__(self, process_group: Any, seconds: float | None = None, ranks: Sequence[int] = ()) -> None:

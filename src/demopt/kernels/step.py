@@ -242,8 +242,7 @@ class Kernel:
     ) -> tuple[Tensor, Tensor]:  # signs [C, S], codes [C]; or positions, values [C, K]
         """Does `transform.accumulate`, and finds the coefficients, in one pass over gradients and momentum.
 
-        The momentum is updated in place; `factors` are its decay b and the gradients' scale s; `minus` is subtracted
-        from the gradients, which are shaped like the parameters. Positions and values are those of `top_k.strongest`.
+        `factors` are the momentum's decay b and the scale s of gradients - minus, which are shaped like the parameters.
         """
         alive, (rows, columns) = read_from(self._matrices, gradients, minus), self._bases
         momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, rows.size, columns.size))

@@ -110,8 +110,6 @@ class DeMo(ReplicatedOptimizer):
         options = Options("auto", fingerprint_every, codec.kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
 
-    # The step
-
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @unrecorded
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -151,8 +149,7 @@ class DeMo(ReplicatedOptimizer):
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result of `exchange`, then updates the parameters from it. No network between nodes.
 
-        If any rank's gradient was not finite, nothing is applied. A rank that sends nothing, as in a replay, needs
-        only this call.
+        If any rank's gradient was not finite, nothing is applied. A rank that sends nothing needs only this call.
         """
         self._all_states = None
         self.replicator.apply(messages)
@@ -187,8 +184,6 @@ class DeMo(ReplicatedOptimizer):
         _refuse_folder(process_group)
         self._all_states = None
         self.replicator.regroup(process_group)
-
-    # State: groups, checkpoints
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""

@@ -115,8 +115,7 @@ class InnerOptimizers:
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
 
-        It looks at the first parameter on a CPU of each optimizer that has a state, and elements that differ: on an
-        accelerator each look would wait for the device.
+        Looks at each optimizer's first parameter on a CPU with a state and elements that differ: others would wait.
         """
         for each in self.optimizers:
             if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on

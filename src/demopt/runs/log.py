@@ -158,8 +158,7 @@ def draft(
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
     `decided`: the round before. `hellos`: the seconds that workers with a hello need. Not expected: workers that leave,
-    and those that were silent for `MOST_SILENT` rounds in a row. A refused message makes nobody a member: a stranger
-    may have written it.
+    and those silent for `MOST_SILENT` rounds. A refused message, perhaps a stranger's, makes nobody a member.
     """
     awaited = expected(decided, hellos)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]

@@ -165,9 +165,6 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
     return [text for text in unique if text not in chosen], [text for text in unique if text in chosen]
 
 
-# Documents
-
-
 def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
     """Returns the files of --data, each folder sorted by name: those to read, and those left out, without text."""
     if not config.data:
@@ -260,9 +257,6 @@ def _files(path: Path, config: TrainConfig) -> list[Path]:
     out = Path(config.out).resolve()
     seen = [file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     return sorted((f for f in seen if f.is_file() and out not in f.resolve().parents), key=Path.as_posix)
-
-
-# Tokens
 
 
 def byte_tokenizer() -> Any:

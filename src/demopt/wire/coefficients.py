@@ -94,16 +94,14 @@ class Coefficients(ABC):
     def clipped_to_median(self) -> Coefficients:
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        No message then moves a chunk further than the median rank's. Integers stay integers: the smaller scale is
-        rounded to a code.
+        No message then moves a chunk further than the median rank's. Integers stay integers, of a smaller scale.
         """
 
     @abstractmethod
     def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool) -> Tensor | None:
         """Writes the reduced coefficients of all ranks to the first tensor, dense: floats, summed in the ranks' order.
 
-        With `largest_level`, integers, whose sum is exact in any order; returns their units [C], unless only their
-        signs matter (`by_sign`).
+        With `largest_level`, integers, exact in any order; returns units [C], unless only signs matter (`by_sign`).
         """
 
     @abstractmethod
@@ -171,8 +169,7 @@ class Strongest(Coefficients):
 class SignBits(Coefficients):
     """Signs of all coefficients, uint8 [W, C, ceil(N / 8)], and codes: value = sign x scale.
 
-    Bit n % 8 of byte n // 8 is 1 if coefficient n is negative. All ranks send all coefficients, so every reduction is
-    the weighted mean.
+    Bit n % 8 of byte n // 8 is 1 if coefficient n is negative. All are sent: every reduction is the weighted mean.
     """
 
     signs: Tensor
