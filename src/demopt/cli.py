@@ -41,9 +41,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise
-        code = tell(
-            f"{error.name} is missing; install the command line with: pip install '.[train]' in demopt's clone", 2
-        )
+        code = tell(f"{error.name} is missing; install the command line with: pip install '.[train]' in a clone", 2)
     except KeyboardInterrupt:
         code = tell("stopped", 130)
     sys.stdout.flush()

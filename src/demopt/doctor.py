@@ -125,9 +125,6 @@ def _show(findings: list[Finding]) -> int:
     return sum(bool(remedy) for _, _, remedy in findings)
 
 
-# Between machines
-
-
 def versions() -> dict[str, str]:
     """Returns what must be equal on all machines."""
     import torch

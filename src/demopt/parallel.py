@@ -53,10 +53,8 @@ def unsync(model: M) -> M:
 
     for module in model.modules():  # first, so that a model that is refused stays as it is
         if isinstance(module, FullyShardedDataParallel):
-            raise TypeError(
-                "the model is a FullyShardedDataParallel (FSDP1), which unsync cannot change; shard it with FSDP2: "
-                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])'
-            )
+            other = 'shard it with FSDP2: torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])'
+            raise TypeError(f"the model is a FullyShardedDataParallel (FSDP1), which unsync cannot change; {other}")
         if any(base.__module__.startswith(_REPLICATE) for base in type(module).__mro__):
             raise TypeError("the model went through replicate(), which only synchronises; leave that call out")
     for module in model.modules():

@@ -334,10 +334,8 @@ def verdict(case: Case, workers: int) -> str:
     ddp, ours = case.at(link.bits_per_second, workers)
     way = f"{workers} workers, {rate(link.bits_per_second)}, {round_trip}, {link.backend}"
     if not case.compute:
-        return (
-            f"The network takes {digits(ddp)} s per step with DDP (bfloat16) and {digits(ours)} s with demopt ({way}). "
-            "For a verdict give --step-seconds."
-        )
+        network = f"{digits(ddp)} s per step with DDP (bfloat16) and {digits(ours)} s with demopt ({way})"
+        return f"The network takes {network}. For a verdict give --step-seconds."
     if ours * WORTH > ddp:
         more = f"only {digits(ddp / ours)} times faster, and" if ours < ddp else "slower, and"
         advice = f"Stay with DDP: demopt is {more} costs some loss"

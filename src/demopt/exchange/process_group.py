@@ -103,10 +103,8 @@ class Collective(Exchange):
         if tensor.device.type in served:
             return tensor
         if tensor.is_cpu:
-            raise ValueError(
-                f"the process group moves tensors of {', '.join(sorted(served))}; this one is on the CPU, as with "
-                "state_device='cpu': give a group of backend 'gloo', or 'cpu:gloo,cuda:nccl'"
-            )
+            moves = f"the process group moves tensors of {', '.join(sorted(served))}; this one is on the CPU, as with"
+            raise ValueError(f"{moves} state_device='cpu': give a group of backend 'gloo', or 'cpu:gloo,cuda:nccl'")
         return tensor.cpu()
 
     def _run(self, tensor: Tensor, collective: Any, *given: Any) -> None:
@@ -160,10 +158,8 @@ def resolve(process_group: Any) -> Exchange:
     if dimensions == 2:
         return Hierarchical(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
     if dimensions > 2:
-        raise ValueError(
-            f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span, mesh['name'], "
-            "or two: between nodes, and inside a node"
-        )
+        wanted = "the one that replicas span, mesh['name'], or two: between nodes, and inside a node"
+        raise ValueError(f"process_group is a DeviceMesh of {dimensions} dimensions; give {wanted}")
     is_group = hasattr(process_group, "get_group")  # of a mesh
     if can_connect() and not is_group:
         outside = dist.GroupMember.NON_GROUP_MEMBER  # -100, which `new_group` gives to those outside

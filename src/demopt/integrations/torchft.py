@@ -183,8 +183,6 @@ class Optimizer(torch.optim.Optimizer):
             self.inner.rollback()
             self._detached = None
 
-    # New workers
-
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._patience)

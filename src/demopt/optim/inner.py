@@ -329,8 +329,7 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
     if found and all(isinstance(each, dict | Tensor) for each in found):  # also from Trainer's optimizer_cls_and_kwargs
         raise TypeError(
             "inner is parameters; LocalDeMo wraps an optimizer of them: LocalDeMo(torch.optim.AdamW(parameters, "
-            "lr=3e-4)). For transformers.Trainer build it yourself, and give optimizers=(optimizer, None) instead of "
-            "optimizer_cls_and_kwargs"
+            "lr=3e-4)). To transformers.Trainer give optimizers=(optimizer, None) instead of optimizer_cls_and_kwargs"
         )
     if not found:
         raise ValueError("inner is an empty list; give at least one torch optimizer")

@@ -49,7 +49,7 @@ class Disk(Store):
                 with self._at(name) as (leaf, here):
                     found = _content(leaf, here, most, name)
                     if found == b"":  # a loss of power, on a disk that does not keep its word: see `put_if_absent`
-                        found = _content(_second(leaf), here, most, name)
+                        found = _content(f"{leaf}~", here, most, name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             if name == _RUN and self._run is None:
@@ -59,7 +59,7 @@ class Disk(Store):
     def put_if_absent(self, name: str, data: bytes) -> bool:
         with told(self.address), self._at(name, make=True) as (leaf, here):
             # An object has bytes, so an empty file is none. Deleting it would race; a second name does not.
-            for each in (leaf, _second(leaf)):
+            for each in (leaf, f"{leaf}~"):
                 if _size(each, here) is None and self._link(data, each, here):
                     if name == _RUN:
                         self._run = data
@@ -75,12 +75,12 @@ class Disk(Store):
                     files = [each for each in entries if each.is_file(follow_symlinks=False)]
                     full = {each.name: each.stat(follow_symlinks=False).st_size > 0 for each in files}
                 # A second name counts beside an empty first one only: anything else of that name, `get` does not read.
-                return {each for each in full if not each.endswith("~") and (full[each] or full.get(_second(each)))}
+                return {each for each in full if not each.endswith("~") and (full[each] or full.get(f"{each}~"))}
             except (FileNotFoundError, NotADirectoryError):
                 return set()
 
     def _delete(self, name: str) -> None:
-        for each in (_second(name), name):
+        for each in (f"{name}~", name):
             none = suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError)
             with told(self.address), none, self._at(each) as (leaf, here):
                 os.unlink(leaf, dir_fd=here)
@@ -240,7 +240,3 @@ def _size(leaf: str, here: int | None) -> int | None:
     except FileNotFoundError:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else 1
-
-
-def _second(leaf: str) -> str:
-    return f"{leaf}~"

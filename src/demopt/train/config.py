@@ -194,9 +194,6 @@ def check_same_run(config: TrainConfig, text: str, before: Given, text_before: s
         raise InputError(f"the text or tokenizer here is not that of {where} {differ}: give its text by --data")
 
 
-# The user's settings
-
-
 def config_of(settings: Given) -> TrainConfig:
     """Returns the settings, checked; InputError if one is unknown, has a wrong type or is outside its limits."""
     for name in settings:
@@ -280,9 +277,6 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
             kinds = " or ".join(fits)
             raise InputError(f"{flag(name)} is for --optimizer {kinds}; the optimizer is {config.optimizer}")
     return config
-
-
-# Defaults of presets and optimizers
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,6 @@ def check_settings(config: TrainConfig) -> None:
         raise InputError(f"--optimizer {config.optimizer}: {error}") from None
 
 
-# Memory, from shapes: known before the first step, and without any of it
-
-
 def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Returns the bytes of one worker, before its first step; model and optimizer may be on the meta device.
 

@@ -196,10 +196,10 @@ class Layout:
     def size(self) -> int:
         """Bytes of the body, with the zeros that pad it to a multiple of 8 and to `least`; ValueError above 32 bits."""
         size = max(self.least, -(-sum(self.sizes) // 8) * 8)
-        if size >= 1 << 32:
+        if size > (most := (1 << 32) - 1):
+            advice = "a smaller top_k (LocalDeMo's default sends every coefficient's sign), or shard the model (FSDP2)"
             raise ValueError(
-                f"a message would have {size:,} bytes, and its header counts up to {(1 << 32) - 1:,}: give a smaller "
-                "top_k (LocalDeMo's default sends the sign of every coefficient), or shard the model (FSDP2)"
+                f"a message would have {size:,} bytes, and its header counts up to {most:,}: give {advice}"
             )
         return size
 
