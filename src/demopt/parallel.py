@@ -108,9 +108,8 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
         try:
             model.register_comm_hook(unsync, noop_hook)  # the state, unsync, marks the hook as this one
         except RuntimeError as error:
-            raise ValueError(
-                "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
-            ) from error
+            told = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
+            raise ValueError(told) from error
     if not model.static_graph:  # whose first backward pass fails without; the hook alone suffices
         model.require_backward_grad_sync = False
     if _refuse_join not in model._forward_pre_hooks.values():
@@ -122,10 +121,8 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
 def _refuse_join(model: DistributedDataParallel, _: Any) -> None:
     """Before a forward pass: refuses torch's `Join`, as by `model.join()`, which waits for all-reduces of others."""
     if model._join_config.enable and not torch.compiler.is_compiling():
-        raise ValueError(
-            "join() of a model that went through demopt.unsync: rounds need all ranks. Let each take the same number "
-            "of steps, such as by drop_last=True, or by the smallest number of batches of any rank"
-        )
+        remedy = "let each take the same number of steps, by drop_last=True or the fewest batches of any rank"
+        raise ValueError(f"join() of a model that went through demopt.unsync: rounds need all ranks; {remedy}")
 
 
 def _unsync_fsdp(module: Any) -> None:

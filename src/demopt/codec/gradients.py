@@ -121,14 +121,11 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
 def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:
     """Raises ValueError if an update rule needs whole matrices, or batches of them, and a parameter is neither."""
     for parameter in parameters if rule.whole_matrix else ():
+        shape = list(parameter.shape)
         if parameter.dim() not in (2, 3):
-            raise ValueError(
-                f"update {rule.name!r} is for matrices, and a parameter has shape {list(parameter.shape)}; give such "
-                "parameters a group of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
-            )
+            others = "give such parameters, embeddings and heads their own group: {'params': [...], 'update': 'adamw'}"
+            raise ValueError(f"update {rule.name!r} is for matrices, and a parameter has shape {shape}; {others}")
         if shard_of(parameter)[1] > 1:
-            raise ValueError(
-                f"update {rule.name!r} needs whole matrices; a parameter of shape {list(parameter.shape)} is sharded "
-                "(FSDP2, tensor parallelism); take LocalDeMo around demopt.muon_adamw, whose Muon gathers them, or "
-                "update 'adamw' or 'signum'"
-            )
+            sharded = f"a parameter of shape {shape} is sharded (FSDP2, tensor parallelism)"
+            other = "take LocalDeMo around demopt.muon_adamw, whose Muon gathers them, or update 'adamw' or 'signum'"
+            raise ValueError(f"update {rule.name!r} needs whole matrices; {sharded}; {other}")

@@ -254,8 +254,6 @@ class Optimizer(torch.optim.Optimizer):
         scheduled = [{name: float(group[name]) for name in SCHEDULED if name in group} for group in self.param_groups]
         return {"manager": self._manager.state_dict(), "scheduled": scheduled, "counted": list(self._counted.items())}
 
-    # All else is the inner optimizer's
-
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self.inner.state

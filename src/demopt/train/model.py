@@ -80,9 +80,8 @@ def _loaded(config: TrainConfig) -> Any:
         if torch.get_default_device().type == "meta":
             shapes = AutoConfig.from_pretrained(folder, **local)
             return AutoModelForCausalLM.from_config(shapes, trust_remote_code=False)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, **local, use_safetensors=True, dtype="auto", output_loading_info=True
-        )
+        how: Any = {**local, "use_safetensors": True, "dtype": "auto", "output_loading_info": True}
+        model, found = AutoModelForCausalLM.from_pretrained(folder, **how)
     except Exception as error:  # of a missing or damaged file, an unknown architecture, one that needs its code: any
         place, told = Path(folder), f"transformers cannot load it: {first_line(error)}"
         if torch.get_default_device().type != "meta" and not any(place.glob("*.safetensors")):

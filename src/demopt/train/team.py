@@ -154,9 +154,6 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
             signal.signal(kind, handler)
 
 
-# Addresses: where gloo listens on this machine
-
-
 def interfaces() -> dict[str, str]:
     """Returns the IPv4 address of each network interface that has one; none on systems other than Linux."""
     found: dict[str, str] = {}

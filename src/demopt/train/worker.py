@@ -167,10 +167,8 @@ def _introduce(training: Connected) -> None:
     config, corpus, team, method = training.config, training.corpus, training.team, training.method
     size, report, resumed = team.world_size, training.report, training.resumed
     report.say(corpus.about)
-    report.say(
-        f"{config.model or config.preset}: {method.parameters:,} parameters train; {size} x {team.device.type}; "
-        + (f"going on after step {resumed.step}" if resumed else length(config, corpus))
-    )
+    trains = f"{config.model or config.preset}: {method.parameters:,} parameters train; {size} x {team.device.type}"
+    report.say(f"{trains}; {f'going on after step {resumed.step}' if resumed else length(config, corpus)}")
     report.say_memory(training.model, method.optimizer, team.device)
     if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
