@@ -78,7 +78,7 @@ class Section:
             return sign_planes(signs_CS, scale_code(scale_C))
         spans, quantizer = self.spans if values_CK.is_cpu else self.device_spans, QUANTIZERS[self.values]
         encoded = [self.index.encode(positions_CK[span]) + quantizer.encode(values_CK[span]) for span in spans]
-        return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
+        return [each for plane in zip(*encoded, strict=True) for each in plane]
 
     def decode(
         self, data_WB: Tensor, span: slice, bits_Wb: Tensor | None = None, codes_WC: Tensor | None = None
