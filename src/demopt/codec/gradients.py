@@ -123,7 +123,7 @@ def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:
     for parameter in parameters if rule.whole_matrix else ():
         shape = list(parameter.shape)
         if parameter.dim() not in (2, 3):
-            others = "give such parameters, embeddings and heads their own group: {'params': [...], 'update': 'adamw'}"
+            others = "give these, embeddings and heads a group of their own: {'params': [...], 'update': 'adamw'}"
             raise ValueError(f"update {rule.name!r} is for matrices, and a parameter has shape {shape}; {others}")
         if shard_of(parameter)[1] > 1:
             sharded = f"a parameter of shape {shape} is sharded (FSDP2, tensor parallelism)"

@@ -143,7 +143,7 @@ def guard_bits(world_size: int, largest_level: int) -> int:
     """Returns the bits below a mantissa, at most 3, with which sums of all ranks are exact; ValueError if none are."""
     spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
-        raise ValueError(f"exact sums of {world_size} ranks, levels up to {largest_level}, do not fit; use exact=False")
+        raise ValueError(f"exact sums of {world_size} ranks at levels to {largest_level} do not fit; use exact=False")
     return min(_GUARD_BITS, spare)
 
 
