@@ -168,6 +168,26 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
         interrupted(at)
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_free(local):
+    parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
+    inner, codec = torch.optim.SGD([parameter], lr=1.0), {**EXACTLY, "process_group": SingleRank()}
+    if local:
+        optimizer = demopt.LocalDeMo(inner, sync_every=1, **{**codec, "error_decay": 1.0})
+    else:
+        del codec["error_decay"]
+        optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, update="sgd", **codec)
+    for name in ("exchange", "rollback"):
+        interrupted = Mock(side_effect=KeyboardInterrupt)
+        setattr(optimizer.replicator, name, at_first(interrupted, getattr(optimizer.replicator, name)))
+    for step in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[step] = 1.0
+        with nullcontext() if step else pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert (-parameter[:2]).tolist() == [1.0 if local else 0.25, 1.0 if local else 0.5]
+
+
 def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch):
     parameter = torch.nn.Parameter(torch.zeros(64))
     optimizer = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, process_group=SingleRank())

@@ -417,6 +417,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
+            self._is_stepping = True
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
@@ -508,17 +509,15 @@ class LocalDeMo(ReplicatedOptimizer):
         return ("sync_every", str(self.sync_every)), *self._inner.facts(but).items()
 
     def _before_change(self, wanted: str) -> None:
-        """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes.
-
-        In a folder, leaves a round open that `_round` could not: a second interrupt came at once.
-        """
+        """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes."""
         if self._weights.aside:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        if not self._rounds.in_step:
+        if self._is_stepping:
             self._rounds.fail()
+            self._is_stepping = False
 
     # State: groups, checkpoints
 
