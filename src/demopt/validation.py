@@ -9,7 +9,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ def check_number(
         number = float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         raise TypeError(f"{name} is {value!r}; give a number") from None
+    except OverflowError:  # a whole number that is beyond all floats, so in no interval
+        number = nan
     above = number > low if open_low else number >= low
     below = number <= high if closed_high else number < high
     if not (above and below):

@@ -397,6 +397,10 @@ def test_state_of_another_inner_optimizer_is_refused_and_changes_none_of_them(ot
     optimizer, told = trained(other, 0.1), rf"not of these inner optimizers \(AdamW, {other.__name__}\).*groups lack"
     with pytest.raises(ValueError, match=told):
         optimizer.load_state_dict(trained(torch.optim.AdamW, 0.5).state_dict())
+    damaged = optimizer.state_dict()
+    damaged["state"][0]["step"] = 10**400
+    with pytest.raises(ValueError, match=r"not of these inner optimizers .*OverflowError"):
+        optimizer.load_state_dict(damaged)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
     train(optimizer, range(2, 4))
 

@@ -1,5 +1,6 @@
 """Hyper-parameters: unknown and impossible ones are refused by name; changes in param_groups and schedules work."""
 
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -144,12 +145,14 @@ BAD = [
     ("lr", torch.ones(2), "give a number"),
     ("momentum_decay", 1.0, r"1\.0"),
     ("alpha", 0.0, r"0\.0"),
+    ("alpha", Fraction(10**400), "must lie in"),
     ("weight_decay", -1.0, r"-1\.0"),
     ("top_k", 0, "0"),
     ("top_k", True, "True"),
     ("top_k", 4097, "a 64 x 64 chunk has 4096 coefficients"),
     ("chunk", 5, "top_k is 32, but a 5 x 5 chunk has 25 coefficients"),
     ("chunk", 64.0, r"64\.0"),
+    ("chunk", None, "None"),
     ("transform", "hadamard", "'dct', 'identity'"),
     ("update", "adam", "'sgd', 'nesterov', 'signum'"),
     ("reduction", "sum", "'senders', 'mean'"),

@@ -68,7 +68,7 @@ class Codec:
     def hyperparameters(self, top_k: int | None = 1, clips: bool = False) -> dict[str, Any]:
         """Returns the settings as parameter groups hold them, without kernels; `clips`: clip_to_median's default."""
         usual = {"reduction": "mean" if top_k is None else "senders", "clip_to_median": clips, "exact": None}
-        return {k: usual[k] if value is None else value for k, value in vars(self).items() if k != "kernels"}
+        return {k: usual.get(k) if value is None else value for k, value in vars(self).items() if k != "kernels"}
 
 
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:

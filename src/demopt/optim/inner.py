@@ -228,7 +228,7 @@ class InnerOptimizers:
         except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
                 each.state, each.param_groups = state_before, groups_before
-            if isinstance(error, LookupError | AttributeError | RuntimeError):
+            if isinstance(error, LookupError | AttributeError | RuntimeError | OverflowError):
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
         self._lent = {}
