@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from demopt.validation import check_count, check_number
+
 
 def fit_batches(
     speeds: Mapping[str, float], total: int, before: Mapping[str, int] | None = None, tolerance: float = 0.1
@@ -25,11 +27,11 @@ def fit_batches(
         >>> fit_batches({"laptop": 5.0, "desktop": 20.0}, 16)
         {'laptop': 3, 'desktop': 13}
     """
+    if not (isinstance(speeds, Mapping) and speeds):
+        raise ValueError(f"speeds is {speeds}; give each worker's sequences per second, 0 where it is not known")
+    speeds = {worker: check_number(f"sequences per second of {worker}", speed) for worker, speed in speeds.items()}
+    check_count("total", total)
     known = [speed for speed in speeds.values() if speed]
-    if not speeds or any(not 0 <= speed < float("inf") for speed in speeds.values()):
-        raise ValueError(f"speeds is {dict(speeds)}; give each worker's sequences per second, 0 where it is not known")
-    if total < 1:
-        raise ValueError(f"total is {total}; give the sequences per step of all workers together, at least 1")
     mean = sum(known) / len(known) if known else 1.0
     filled = {worker: speed or mean for worker, speed in speeds.items()}
     found = dict.fromkeys(filled, 1)

@@ -258,7 +258,7 @@ def test_fitted_batches_take_an_unmeasured_worker_for_the_mean():
     assert fit_batches({"a": 10.0, "b": 30.0, "new": 0.0}, 12) == {"a": 2, "b": 6, "new": 4}
 
 
-@pytest.mark.parametrize("speeds", [{}, {"a": -1.0}, {"a": float("nan")}, {"a": float("inf")}])
+@pytest.mark.parametrize("speeds", [{}, {"a": -1.0}, {"a": float("nan")}, {"a": float("inf")}, {"a": 10**400}, [1.0]])
 def test_fitted_batches_refuse_what_is_no_speed(speeds):
     with pytest.raises(ValueError, match="sequences per second"):
         fit_batches(speeds, 4)
