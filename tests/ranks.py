@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,13 +66,15 @@ class Pool:
         # Of all jobs: a rank that fails may touch its store once more after it has answered.
         self._stores = tempfile.TemporaryDirectory()
 
-    def outcomes(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Outcome]:
-        """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
+    def outcomes(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
+        """`function(rank, world_size, *args)` on each of `world_size` gloo ranks; errors are returned.
+
+        Where a process died or hung, all are ended; the next job starts fresh ones.
+        """
         self._grow(world_size)  # before the clock starts: the first start imports torch
         self._jobs += 1
-        store = str(Path(self._stores.name) / str(self._jobs))
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            job = pickle.dumps((function, rank, world_size, store, args))
+            job = pickle.dumps((function, rank, world_size, f"{self._stores.name}/{self._jobs}", args))
             connection.send_bytes(pickle.dumps((sys.path, job)))
         deadline = time.monotonic() + JOB_SECONDS
         answers = [self._answer(rank, deadline) for rank in range(world_size)]
@@ -113,11 +114,7 @@ class Pool:
 
 
 POOL = Pool()
-
-
-def outcomes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
-    """`function(rank, world_size, *args)` on each of `world_size` gloo ranks; errors are returned."""
-    return POOL.outcomes(function, world_size, args)
+outcomes = POOL.outcomes
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -194,11 +191,10 @@ def one_core() -> Iterator[None]:
 
 def values_of(found: list[Outcome]) -> list[Any]:
     """What each rank returned; the earliest error is raised."""
-    failed = [outcome for outcome in found if outcome.error is not None]
+    failed = {rank: outcome for rank, outcome in enumerate(found) if outcome.error is not None}
     if failed:
-        told = "\n".join(f"rank {rank}:\n{o.trace or o.error}" for rank, o in enumerate(found) if o.error is not None)
-        cause = min(failed, key=lambda outcome: outcome.at).error  # the first; others often follow from it
-        raise cause from RemoteError(told)
+        told = "\n".join(f"rank {rank}:\n{each.trace or each.error}" for rank, each in failed.items())
+        raise min(failed.values(), key=lambda each: each.at).error from RemoteError(told)  # others often follow from it
     return [outcome.value for outcome in found]
 
 

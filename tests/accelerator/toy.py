@@ -108,7 +108,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     if COMPILER is None:
         pytest.skip("no C++ compiler: the toy accelerator cannot be built")
     build()  # once, before its clock starts
-    return ranks.values_of(POOL.outcomes(call, world_size, (function, *args)))
+    return ranks.values_of(POOL.outcomes(call, world_size, function, *args))
 
 
 each = functools.partial(ranks.each, run=run)  # a test that each of some ranks with the device runs

@@ -28,20 +28,14 @@ pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed 
 SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3), (3, 100), (8, 128)]
 
 
-def _built_levels():
-    loaded = ctypes.CDLL(str(LIBRARY)) if LIBRARY.exists() else None
-    return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_extract_v{level}")]
-
-
-@pytest.fixture(params=_built_levels(), ids=lambda level: f"v{level}")
+@pytest.fixture(params=[1, 3, 4], ids=lambda level: f"v{level}")
 def level(request, monkeypatch):
     """Each instruction set that was built and that this machine has."""
-    if request.param > library().demopt_level():
-        pytest.skip("not on this processor")
     loaded = ctypes.CDLL(str(LIBRARY))
+    if not hasattr(loaded, f"demopt_extract_v{request.param}") or request.param > loaded.demopt_level():
+        pytest.skip("not built, or not on this processor")
     loaded.demopt_level = lambda: request.param
     monkeypatch.setattr(step, "library", lambda: loaded)
-    return int(request.param)
 
 
 class _Scene:
@@ -95,11 +89,9 @@ def test_extract_matches_core(level, shape, name, dtype):
     gradients = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
     momentum = torch.randn(scene.chunks).flatten(0, 1)
     expected = scene.accumulated(momentum, gradients)
-    positions, values = scene.kernel.extract(gradients, None, momentum, (0.9, 0.5))
+    found = scene.kernel.extract(gradients, None, momentum, (0.9, 0.5))
     torch.testing.assert_close(momentum, expected, rtol=0, atol=2e-6)
-    flat = momentum.flatten(1)
-    assert torch.equal(positions, top_k.strongest(flat, keep)[0])
-    assert torch.equal(values, flat.gather(1, positions))
+    assert all(map(torch.equal, found, top_k.strongest(momentum.flatten(1), keep)))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 31, 32, 100, 1024, 4095, 4096])
@@ -179,17 +171,15 @@ def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(lev
     chunks = 2 * scene.whole.chunks
     bits = _sign_bits(torch.randn(1, chunks, scene.length))
     codes = torch.full_like(bits.codes, 16)
-    ends = []
-    for flushes in (False, True):
-        out = torch.empty(chunks, *scene.chunks[2:])
-        torch.set_flush_denormal(flushes)
-        try:
-            scene.kernel.invert(received_signs(bits.signs, codes, (1,)), True, out)
-        finally:
-            torch.set_flush_denormal(False)
-        ends.append(out)
-    assert torch.equal(*ends)
-    assert set(ends[0].unique().tolist()) == {-1.0, 1.0}
+    plain, flushed = (torch.empty(chunks, *scene.chunks[2:]) for _ in range(2))
+    scene.kernel.invert(received_signs(bits.signs, codes, (1,)), True, plain)
+    torch.set_flush_denormal(True)
+    try:
+        scene.kernel.invert(received_signs(bits.signs, codes, (1,)), True, flushed)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(plain, flushed)
+    assert set(plain.unique().tolist()) == {-1.0, 1.0}
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096])
@@ -270,12 +260,12 @@ def test_stale_library_is_not_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize("top_k", [None, 24])
 def test_the_number_of_threads_changes_no_bit(top_k):
     """Each chunk is one thread's; sums over chunks do not exist."""
-    before, ends = torch.get_num_threads(), []
+    ends = []
     try:
-        for threads in (1, 2, 5):
+        for threads in (5, 2, 1):
             torch.set_num_threads(threads)
             optimizer = problems.local(SingleRank(), [(520, 700), (300, 130), (1000,)], top_k=top_k, chunk=64)
             ends.append(problems.train(optimizer, range(3)))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(1)
     assert all(problems.same_history(end, ends[0]) for end in ends)

@@ -1,5 +1,6 @@
 """`python -m laboratory.compare`: the tuning rule, the figures, the store, and the command from start to report."""
 
+import itertools
 import math
 import sysconfig
 from dataclasses import replace
@@ -37,8 +38,7 @@ def row(run, loss):
 
 def carry_on(chosen, loss):
     """All runs of a plan, whose losses are `loss(lr)`: rows, and runs in the order of their doing."""
-    rows = {}
-    done = []
+    rows, done = {}, []
     while todo := missing(chosen, rows):
         done += todo
         rows |= {run.key: row(run, loss(run.lr)) for run in todo}
@@ -101,9 +101,8 @@ STUDY_WORDS += ["--only", "AdamW-DDP", "--only", "DeMo"]
 def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path):
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0
     rows = read_rows(tmp_path / "runs.jsonl")
-    assert sorted((each["name"], each["seed"]) for each in rows.values()) == [
-        (name, seed) for name in ("AdamW-DDP", "DeMo") for seed in (0, 1)
-    ]
+    runs = itertools.product(("AdamW-DDP", "DeMo"), (0, 1))
+    assert sorted((each["name"], each["seed"]) for each in rows.values()) == [*runs]
     for each in rows.values():
         assert [point["step"] for point in each["curve"]] == list(range(TINY.steps + 1))
         assert each["curve"][-1]["sent_bytes"] == each["sent_bytes"] > 0
@@ -131,16 +130,14 @@ def test_an_interrupted_run_goes_on_to_the_same_record(method, settings, tmp_pat
     corpus = read_text((str(TEXT),), scale)
     run = Run("methods", Entry("one", method, settings, 1e-2), 1e-2, 0, scale, Source(corpus.fingerprint))
     whole = carry_out(run, corpus, torch.device("cpu"))
-    steps = []
+    steps, original = [], Experiment.step
 
     def step(self, number):
-        if steps.count(13) == 0 and number == 13:
-            steps.append(13)
-            raise KeyboardInterrupt
         steps.append(number)
+        if steps.count(13) == 1 and number == 13:
+            raise KeyboardInterrupt
         return original(self, number)
 
-    original = Experiment.step
     monkeypatch.setattr(Experiment, "step", step)
     with pytest.raises(KeyboardInterrupt):
         carry_out(run, corpus, torch.device("cpu"), tmp_path)
@@ -150,8 +147,8 @@ def test_an_interrupted_run_goes_on_to_the_same_record(method, settings, tmp_pat
 
 
 def test_a_diverged_run_ends_early_and_is_named(tmp_path):
-    words = ["--only", "muon", "--seeds", "0", "--lr", "1e30", *TINY.flags(), "--out", str(tmp_path)]
-    assert run_command(*words).exit_code == 0
+    words = ["--only", "muon", "--seeds", "0", "--lr", "1e30", *TINY.flags()]
+    assert run_command(*words, "--out", str(tmp_path)).exit_code == 0
     (only,) = read_rows(tmp_path / "runs.jsonl").values()
     assert only["val_loss"] is None
     assert "| muon | diverged |" in (tmp_path / "one-bit.md").read_text()

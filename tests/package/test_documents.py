@@ -38,25 +38,22 @@ PRESETS = {"V1", "V2"}  # plain dicts have no docstring; DeMo's example and a co
 
 def commands(text):
     """Arguments of all commands of demopt in a document's indented or fenced blocks; "..." stands for anything."""
-    found = []
-    joined = text.replace("\\\n", " ")
+    found, joined = [], text.replace("\\\n", " ")
     fenced = re.findall(r"^```(\w*)\n(.*?)^```", joined, re.DOTALL | re.MULTILINE)
-    blocks = [*(block for language, block in fenced if language in ("", "sh", "bash", "console", "text")), joined]
-    for block in blocks:
-        for line in block.splitlines():
-            if block is joined and not line.startswith("    "):
-                continue
-            start = STARTS.search(line)
-            if start and "..." not in line:
-                command = re.split(r"[|;&>]", line[start.end() :])[0]
-                found.append(shlex.split(command.replace("[", "").replace("]", ""), comments=True))
+    lines = [line for line in joined.splitlines() if line.startswith("    ")]
+    for language, block in fenced:
+        lines += block.splitlines() if language in ("", "sh", "bash", "console", "text") else []
+    for line in lines:
+        start = STARTS.search(line)
+        if start and "..." not in line:
+            command = re.split(r"[|;&>]", line[start.end() :])[0]
+            found.append(shlex.split(command.replace("[", "").replace("]", ""), comments=True))
     return [arguments for arguments in found if arguments]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_documented_commands_and_python_parse_and_links_exist(document):
-    text = (ROOT / document).read_text(encoding="utf-8")
-    app = build_app()
+    text, app = (ROOT / document).read_text(encoding="utf-8"), build_app()
     assert commands(text) or str(document) != "README.md"
     for name, *arguments in commands(text):
         if not name.startswith("--"):
@@ -154,10 +151,15 @@ def _snippets(document):
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def _printed(document, folder, ranks):
+    """The output of a document's script."""
+    (script,) = _snippets(document)
+    (folder / "script.py").write_text(script)
+    return forked.torchrun(folder / "script.py", ranks=ranks, cwd=folder).stdout
+
+
 def test_readme_script_prints_what_the_readme_says(tmp_path):
-    (script,) = _snippets("README.md")
-    (tmp_path / "script.py").write_text(script)
-    printed = forked.torchrun(tmp_path / "script.py", ranks=4, cwd=tmp_path).stdout
+    printed = _printed("README.md", tmp_path, 4)
     told = re.findall(r"rank (\d): (loss [\d.]+), ([\d,]+ bytes per step), weights ([0-9a-f]+)", printed)
     assert sorted(rank for rank, *_ in told) == ["0", "1", "2", "3"]
     assert len({fingerprint for *_, fingerprint in told}) == 1
@@ -165,9 +167,7 @@ def test_readme_script_prints_what_the_readme_says(tmp_path):
 
 
 def test_migrate_script_resumes_bit_for_bit(tmp_path):
-    (script,) = _snippets("docs/migrate.md")
-    (tmp_path / "script.py").write_text(script)
-    printed = [forked.torchrun(tmp_path / "script.py", ranks=2, cwd=tmp_path).stdout for _ in range(2)]
+    printed = [_printed("docs/migrate.md", tmp_path, 2) for _ in range(2)]
     assert [re.findall(r"steps (\d+) to", text) for text in printed] == [["0", "0"], ["100", "100"]]
     whole, resumed = (re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", text) for text in printed)
     assert len(whole) == 2
