@@ -91,11 +91,11 @@ def test_state_of_an_earlier_commit_loads_and_goes_on(kind):
     assert int(optimizer.replicator.round_number) == (6 if kind == "demo" else 3)
 
 
+@dataclasses.dataclass
 class _Runs:
     """Unpickled, it makes a file."""
 
-    def __init__(self, proof):
-        self.proof = proof
+    proof: Path
 
     def __reduce__(self):
         return os.mkdir, (str(self.proof),)

@@ -9,20 +9,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import demopt
 import problems
 import ranks
 from demopt.checkpoint import OptimizerState
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("needs torchtitan: make test-integrations", allow_module_level=True)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchtitan's own
+    from demopt.integrations.torchtitan import DeMoContainer, parallelize
 
 
 @ranks.each(2)
 def test_parallelize_sums_a_replicas_gradients_over_gloo(rank):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchtitan's own
-        from demopt.integrations.torchtitan import parallelize
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
 
     def torchtitan_fn(model):
@@ -38,19 +37,15 @@ def test_parallelize_sums_a_replicas_gradients_over_gloo(rank):
 
 
 def test_container_refuses_a_checkpoint_from_between_two_rounds():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchtitan's own
-        from demopt.integrations.torchtitan import DeMoContainer
     containers = []
     for _ in range(2):
-        optimizer = demopt.LocalDeMo(torch.optim.SGD(problems.parameters([(4, 4)]), lr=0.1), sync_every=2)
+        optimizer = problems.local(None, [(4, 4)], sync_every=2)
         container = DeMoContainer.__new__(DeMoContainer)
         container.optimizers, container._states = [optimizer], {"layers.0.weight": OptimizerState(optimizer)}
         containers.append(container)
     (saved, fresh), optimizer = containers, containers[0].optimizers[0]
     for steps in (1, 2):
-        problems.set_gradients(optimizer.param_groups[0]["params"], steps)
-        optimizer.step()
+        problems.fingerprints(optimizer, [steps])
         with warnings.catch_warnings(), optimizer.shared():
             warnings.simplefilter("ignore")  # of the state from between two rounds
             state = saved.state_dict()
