@@ -35,8 +35,7 @@ def layer():
     return found
 
 
-random = torch.Generator().manual_seed(0)  # by step and worker:
-GRADIENTS = [[torch.randn(12, 8, generator=random) for _ in range(W)] for _ in range(2)]
+GRADIENTS = [[problems.draw((12, 8), step, worker) for worker in range(W)] for step in range(2)]
 
 
 def start(make, clip=0.0, **settings):
@@ -82,12 +81,11 @@ def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits():
     whole = []  # each worker's pseudo-gradient of two local steps
     for two in zip(*GRADIENTS, strict=True):
         model = layer()
-        optimizers = muon_maker(0.95)(model)
+        (muon,) = optimizers = muon_maker(0.95)(model)
         Rates(optimizers).set(RATE)
         for gradient in two:
             model.weight.grad = gradient.clone()
-            for optimizer in optimizers:
-                optimizer.step()
+            muon.step()
         whole.append(1 - model.weight.detach())
     sent = [quantised(each) for each in whole]
     mean = torch.stack(sent).mean(0)

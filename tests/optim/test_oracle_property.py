@@ -116,8 +116,8 @@ def test_demo_in_float64_matches_oracle(drawn, world_size, steps):
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
 
 
-def _largest(tensor):
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+def _largest(*tensors):
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
 @given(
@@ -132,12 +132,10 @@ def test_demo_in_lower_precision_matches_oracle_within_rounding(drawn, dtype, wo
     """A step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update; without ties."""
     results = _trained([drawn], dtype, world_size, steps, kernels=kernels)
     truth = oracle.Oracle(_build([drawn], dtype), world_size)
-    bounds = [0.0] * len(truth.parameters)
-    eps = torch.finfo(dtype).eps
+    bounds, eps = [0.0] * len(truth.parameters), torch.finfo(dtype).eps
     for step in range(steps):
-        drawn_gradients = problems.gradients_of_ranks(truth.parameters, step, world_size)
-        gradients = [[g.double() for g in of_rank] for of_rank in drawn_gradients]
-        truth.step(gradients)
+        gradients = problems.gradients_of_ranks(truth.parameters, step, world_size)
+        truth.step([[gradient.double() for gradient in of_rank] for of_rank in gradients])
         assume(truth.gap > 1e-5)
         for number, expected in enumerate(truth.parameters):
             U = truth.aggregates[number]
@@ -145,7 +143,6 @@ def test_demo_in_lower_precision_matches_oracle_within_rounding(drawn, dtype, wo
             bounds[number] += 2e-5 * drawn["lr"] * _largest(U) + 1e-7
             got = results[step][0].parameters[number].double()
             assert _largest(got - expected.double()) <= bounds[number]
-            for rank in range(world_size):
+            for rank, of_rank in enumerate(gradients):
                 momentum = oracle.dense(results[step][rank].momenta[number], expected, drawn)
-                want = truth.momenta[rank][number]
-                assert _largest(momentum - want) <= 2e-5 * max(_largest(g) for g in gradients[rank]) + 1e-7
+                assert _largest(momentum - truth.momenta[rank][number]) <= 2e-5 * _largest(*of_rank) + 1e-7

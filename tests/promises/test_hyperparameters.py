@@ -64,11 +64,10 @@ def test_lr_schedulers_set_the_rate_of_each_step(name):
 
 
 def test_schedulers_that_cycle_momentum_change_that_of_an_inner_optimizer_and_find_none_in_demo():
-    optimizer = problems.local(inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), error_decay=0.5)
+    optimizer = problems.local(inner=partial(problems.SGD, momentum=0.9), error_decay=0.5)
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
     assert optimizer.inner[0].param_groups[0]["momentum"] == 0.95
-    assert optimizer.replicator.groups[0]["momentum_decay"] == 0.5
-    assert optimizer.replicator.groups[0]["lr"] == 1.0
+    assert {"momentum_decay": 0.5, "lr": 1.0}.items() <= optimizer.replicator.groups[0].items()
     with pytest.raises(ValueError, match="momentum"):
         lr_scheduler.OneCycleLR(problems.demo(), max_lr=0.1, total_steps=6)
 
