@@ -245,8 +245,7 @@ def assert_replicas(histories: Sequence[History]) -> None:
     """All ranks had the same fingerprint after every step, and hold the same parameters and state of rules."""
     assert histories[0].fingerprints
     for rank, history in enumerate(histories):
-        assert history.fingerprints == histories[0].fingerprints, f"rank {rank} drifted"
-        assert history.state == histories[0].state, f"the rules' state of rank {rank} has drifted"
+        assert history == histories[0], f"rank {rank} drifted"
         assert same(history.parameters, histories[0].parameters), f"rank {rank} drifted"
 
 

@@ -70,8 +70,7 @@ def oracle_history(case, world_size):
     for step, group["lr"] in enumerate(golden["lr"].tolist()):
         truth.step([[golden[f"grad.{name}"][rank, step].double() for name in TENSORS] for rank in range(world_size)])
         aggregates.append([*truth.aggregates])
-    ran = [{} for _ in range(world_size)]
-    zeros = {}
+    ran, zeros = [{} for _ in range(world_size)], {}
     for number, name in enumerate(TENSORS):
         of_steps = [U[number] for U in aggregates]
         zeros[name] = torch.stack([U.abs() <= 1e-12 * U.abs().max() for U in of_steps])

@@ -1,5 +1,8 @@
 """demopt.integrations.lightning; examples/lightning_strategy.py trains and resumes with it."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,13 @@ pytest.importorskip("lightning", reason="needs Lightning: make test-integrations
 import lightning.pytorch as lightning
 
 from demopt.integrations.lightning import DeMoStrategy
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """Lightning leaves LOCAL_RANK behind, by which Accelerate in the next test would think it was launched."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_strategy_refuses_another_optimizer():

@@ -254,15 +254,6 @@ def local_round(
     through `step` with the error as its momentum (e <- e + T(D), the sent part leaves e), the global weights
     move by the mean, and errors decay (e <- b e). `settings` has error_decay, outer_lr, top_k, chunk, transform,
     reduction and values, as LocalDeMo has them.
-
-    Examples:
-        >>> settings = dict(error_decay=0.5, outer_lr=1.0, top_k=1, chunk=2, transform="identity",
-        ...                 reduction="senders", values="float32")
-        >>> before, zero = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
-        >>> local_weights = [[torch.tensor([[0.5, 0.9]])], [torch.tensor([[0.7, 1.0]])]]
-        >>> (after,), errors = local_round([before], local_weights, [[zero], [zero]], settings)
-        >>> after, errors[0]  # the mean of .5 and .3 was sent
-        (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.0500]])])
     """
     as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, "alpha": 1.0, "gradient_scale": "sum"}
     as_demo |= {"chunking": "padded", "update": "sgd", "weight_decay": 0.0, "maximize": False}

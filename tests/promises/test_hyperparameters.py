@@ -203,18 +203,6 @@ def test_methods_refuse_an_argument_of_another_type_by_name(method, value, says)
             getattr(optimizer, method)(value)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"lr": 0.0}, {"lr": 1}, {"lr": torch.tensor(0.1)}, {"momentum_decay": 0.0}, {"alpha": 1.0}),
-        *({"chunk": 1, "top_k": 1}, {"top_k": 4096}, {"chunk": 5000, "top_k": 3}, demopt.V1, demopt.V2),
-    ],
-    ids=str,
-)
-def test_demo_accepts_presets_and_extreme_settings(settings):
-    problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
-
-
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_parameter_listed_twice_or_with_elements_that_share_memory_is_refused():
     """torch only warns, or fails in a step; two momenta for one parameter fit in no state."""

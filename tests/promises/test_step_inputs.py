@@ -103,31 +103,29 @@ PATTERNS = {
 
 
 @pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
-def test_missing_gradient_counts_as_zero_and_changes_no_collective():
+@pytest.mark.parametrize("pattern", PATTERNS)
+@ranks.alike(2)
+def test_missing_gradient_counts_as_zero_and_changes_no_collective(exchange, pattern):
     """Until some rank has a gradient, each step also compares fingerprints of gradients, for double synchronisation."""
 
-    def work(exchange, pattern, as_zeros):
+    def run(missing, as_zeros=False):
         recorder = problems.Recorder(exchange)
         optimizer = problems.demo(recorder, update="sgd")
         parameters = problems.all_parameters(optimizer)
 
         def drop(step):
-            for number in PATTERNS[pattern].get((exchange.rank, step), ()):
+            for number in missing.get((exchange.rank, step), ()):
                 parameters[number].grad = torch.zeros_like(parameters[number]) if as_zeros else None
 
         return problems.train(optimizer, range(4), exchange.rank, drop), recorder.lengths
 
-    usual = []
-    for pattern in PATTERNS:
-        missing, zeros = (ranks.threads(work, 2, pattern, as_zeros) for as_zeros in (False, True))
-        problems.assert_replicas([history for history, _ in missing])
-        for (got, lengths), (want, of_zeros) in zip(missing, zeros, strict=True):
-            assert problems.same_history(got, want), pattern
-            assert len(lengths) == len(of_zeros)
-            assert lengths == missing[0][1]
-            usual = usual or lengths
-            assert len(lengths) == len(usual) + 2 * 3 * (pattern == "nothing at all, from the first step")
-            assert [length for length in lengths if length >= HEADER_BYTES] == 4 * [usual[-1]], "one message per step"
+    (_, usual), (got, lengths) = run({}), run(PATTERNS[pattern])
+    want, of_zeros = run(PATTERNS[pattern], as_zeros=True)
+    assert problems.same_history(got, want)
+    comparisons = 2 * 3 * (pattern == "nothing at all, from the first step")
+    assert len(lengths) == len(of_zeros) == len(usual) + comparisons
+    assert [length for length in lengths if length >= HEADER_BYTES] == 4 * [usual[-1]], "one message per step"
+    return got, lengths
 
 
 @pytest.mark.parametrize("done", [0, 2])
