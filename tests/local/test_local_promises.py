@@ -27,24 +27,21 @@ def make(exchange=None, shapes=problems.FEW, inner=problems.ADAMW, **settings):
     return problems.local(exchange, shapes, inner, **{"sync_every": 3, "top_k": 24, **settings})
 
 
-def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it():
-    def traffic(exchange, delay, flush_after):
-        optimizer, counted = make(exchange, sync_every=2, delay=delay), []
-        for step in range(4):
-            train(optimizer, range(step, step + 1), exchange.rank)
-            costs = [optimizer.stats]
-            if step in (flush_after, 3):
-                optimizer.flush()
-                costs += [optimizer.stats] if optimizer.stats is not costs[0] else []
-            counted.append((sum(cost.sent_bytes for cost in costs), sum(cost.received_bytes for cost in costs)))
-        return counted
-
-    at_once = ranks.threads(traffic, 2, 0, 3)[0]
-    none, one = (0, 0), at_once[1]
-    assert at_once == [none, one, none, one] != [none] * 4
-    twice = (2 * one[0], 2 * one[1])
-    for flush_after, counted in ((1, at_once), (2, [none, none, one, one]), (3, [none, none, none, twice])):
-        assert ranks.threads(traffic, 2, 1, flush_after)[0] == counted
+@pytest.mark.parametrize(
+    ("delay", "flush_after", "applied"),
+    [(0, 3, [0, 1, 0, 1]), (1, 1, [0, 1, 0, 1]), (1, 2, [0, 0, 1, 1]), (1, 3, [0, 0, 0, 2])],
+)
+@ranks.alike(2)
+def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(exchange, delay, flush_after, applied):
+    optimizer = make(exchange, sync_every=2, delay=delay)
+    for step in range(4):
+        train(optimizer, [step], exchange.rank)
+        costs = [optimizer.stats]
+        if step in (flush_after, 3):
+            optimizer.flush()
+            costs += [optimizer.stats] if optimizer.stats is not costs[0] else []
+        counted = [sum(cost.sent_bytes for cost in costs), sum(cost.received_bytes for cost in costs)]
+        assert counted == [applied[step] * optimizer.replicator.message_bytes] * 2
 
 
 @pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)

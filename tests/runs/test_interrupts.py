@@ -14,6 +14,7 @@ import torch
 from workers import EXACTLY, AtOnce, Counter, at_first, replayed, times_applied
 
 import demopt
+import problems
 from demopt import FolderExchange
 from demopt.exchange import SingleRank
 from demopt.interrupts import uninterrupted
@@ -189,12 +190,10 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_free(l
 
 
 def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch):
-    parameter = torch.nn.Parameter(torch.zeros(64))
-    optimizer = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, process_group=SingleRank())
-    parameter.grad = torch.ones_like(parameter)
+    optimizer = problems.local(SingleRank())
     monkeypatch.setattr(optimizer.replicator, "_count_skips", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
+        problems.fingerprints(optimizer, [0])
     assert (int(optimizer.replicator.round_number), optimizer.local_steps) == (1, 0)
     assert not optimizer.weights_differ
 

@@ -191,12 +191,6 @@ def test_pipe_and_device_are_told_from_files(tmp_path):
             find_files(TrainConfig(data=[str(place)]))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{"])
-def test_damaged_record_of_out_is_told_with_what_to_do(command, tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
-    assert "delete it, or give another --out" in command("train", "--resume", "--out", tmp_path, code=2)
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["config.json", "model", "wandb", "state.pt", "checkpoints"])
 def test_folder_that_holds_what_is_of_no_run_is_left_as_it_is(tmp_path, name, overwrite):
@@ -277,19 +271,21 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("flags", "content", "told"),
     [
-        ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
-        ('{"sync-every": 3}', "did you mean 'sync_every'?"),
-        ('{"steps": "3"}', "--steps is '3'; it must be a valid integer"),
-        ('{"data": [1]}', "--data is 1; it must be a valid string"),
-        ("[1]", "wanted settings by name, got list"),
-        ("{", "config file"),
+        *(("--out {}/run --config {}/config.json", content, told) for content, told in [
+            ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
+            ('{"sync-every": 3}', "did you mean 'sync_every'?"),
+            ('{"steps": "3"}', "--steps is '3'; it must be a valid integer"),
+            ('{"data": [1]}', "--data is 1; it must be a valid string"),
+            *(("[1]", "wanted settings by name, got list"), ("{", "config file")),
+        ]),
+        *(("--resume --out {}", content, "delete it, or give another --out") for content in ("", "[]", "{")),
     ],
-)
-def test_train_refuses_bad_config_file(command, tmp_path, content, told):
+)  # fmt: skip
+def test_bad_config_file_and_damaged_record_of_out_are_told(command, tmp_path, flags, content, told):
     (tmp_path / "config.json").write_text(content)
-    assert told in command("train", "--out", tmp_path / "run", "--config", tmp_path / "config.json", code=2)
+    assert told in command("train", *flags.format(tmp_path, tmp_path).split(), code=2)
 
 
 def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path, finished, text):
