@@ -23,10 +23,9 @@ def test_table_shows_received_bytes_by_workers(command, monkeypatch):
     assert shown.startswith("demo-300m: 319,946,752 parameters\n")
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
     assert rows == [["2", "1,280", "640", "3.23", "8.02"], ["64", "2,520", "1,260", "204", "15.8"]]
-    assert "memory about 6." in shown
     assert "Bits per parameter and step, in a worker's message: LocalDeMo 0.2" in " ".join(shown.split())
-    assert "1,486 MB of memory" in shown  # the embedding's rule is adamw, with two moments more
-    assert "give --bandwidth" in shown
+    for told in ("memory about 6.", "1,486 MB of memory", "give --bandwidth"):  # of adamw for the embedding, too
+        assert told in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 

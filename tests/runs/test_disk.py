@@ -14,6 +14,7 @@ from demopt.runs.disk import Disk
 from demopt.runs.failures import StoreError
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="makes links and FIFOs")
+MESSAGE = "rounds/00000001/w-1.message"
 
 
 @pytest.fixture(params=["descriptors", "paths"])
@@ -36,23 +37,24 @@ def content(folder):
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
-@pytest.mark.parametrize("level", ["rounds", "rounds/00000001", "rounds/00000001/w-1.message"])
-def test_link_at_any_level_is_not_followed(level, run, home, tmp_path):
+@pytest.mark.parametrize(
+    ("level", "target"), [("rounds", "."), ("rounds/00000001", "00000001"), (MESSAGE, "thesis.message")]
+)
+def test_link_at_any_level_is_not_followed(level, target, run, home, tmp_path):
     """Nothing outside is read, listed, deleted or written, and the run goes on."""
     before, place = content(home), tmp_path / "run" / level
     place.parent.mkdir(parents=True, exist_ok=True)
-    target = home / "thesis.message" if level.endswith("message") else home if level == "rounds" else home / "00000001"
-    place.symlink_to(target)
+    place.symlink_to(home / target)
     assert run.list("rounds/00000001") == set()
-    if level.endswith("message"):
-        with pytest.raises(MessageError, match=r"rounds/00000001/w-1.message is no file"):
-            run.get("rounds/00000001/w-1.message", 99)
-        assert not run.put_if_absent("rounds/00000001/w-1.message", b"mine")
+    if level == MESSAGE:
+        with pytest.raises(MessageError, match=f"{MESSAGE} is no file"):
+            run.get(MESSAGE, 99)
+        assert not run.put_if_absent(MESSAGE, b"mine")
     else:
-        assert run.get("rounds/00000001/w-1.message", 99) is None
-    run.delete(["rounds/00000001/w-1.message"])
-    assert run.put_if_absent("rounds/00000001/w-1.message", b"mine")
-    assert run.get("rounds/00000001/w-1.message", 99) == b"mine"
+        assert run.get(MESSAGE, 99) is None
+    run.delete([MESSAGE])
+    assert run.put_if_absent(MESSAGE, b"mine")
+    assert run.get(MESSAGE, 99) == b"mine"
     assert content(home) == before
 
 
@@ -68,7 +70,6 @@ def test_folder_is_listed_without_links_folders_pipes_and_empty_files(run, home,
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_pipe_or_folder_in_the_place_of_an_object_is_no_object_and_nothing_hangs(make, run, tmp_path):
-    run.put_if_absent("a", b"x")
     make(tmp_path / "run" / "b")
     with pytest.raises(MessageError, match="b is no file"):
         run.get("b", 99)
@@ -176,7 +177,10 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
             os.umask(0o027)
             call()
 
-        return forked.code_of(become_and_call)
+        assert forked.code_of(become_and_call) == 0
+
+    def put(user, name):
+        as_user(user, lambda: Disk(tmp_path / "run").put_if_absent(f"rounds/{name}", f"of {user}".encode()))
 
     def delete():
         with pytest.raises(ExchangeError, match="access denied"):
@@ -186,10 +190,7 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
             os.replace(tmp_path / "run" / "rounds" / "1" / "b", tmp_path / "run" / "rounds" / "1" / "a")
         assert Disk(tmp_path / "run").get("rounds/1/a", 9) == b"of 1001"
 
-    assert as_user(1001, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/a", b"of 1001")) == 0
-    assert as_user(1002, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/b", b"of 1002")) == 0
-    assert as_user(1002, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/c", b"of 1002")) == 0
-    assert as_user(1002, delete) == 0
-    made = Disk(tmp_path / "run").put_if_absent
-    assert as_user(1002, lambda: made("rounds/2/b", b"x")) == as_user(1001, lambda: made("rounds/2/a", b"of 1001")) == 0
-    assert as_user(1002, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"])) == 0  # who made a folder can
+    for user, name in ((1001, "1/a"), (1002, "1/b"), (1002, "1/c"), (1002, "2/b"), (1001, "2/a")):
+        put(user, name)
+    as_user(1002, delete)
+    as_user(1002, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"]))  # who made a folder can

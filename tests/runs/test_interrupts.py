@@ -23,6 +23,7 @@ from demopt.replicator.session import Session
 from demopt.runs.store import ObjectStore
 
 SOURCE = str(Path(demopt.__file__).parent)
+pytestmark = pytest.mark.usefixtures("still")
 
 
 class CtrlC:
@@ -58,7 +59,6 @@ def _in_background(frame):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.usefixtures("still")
 def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in_the_run(delay):
     lines = _interrupted(delay, float("inf"))
     for at in random.Random(delay).sample(range(1, lines), 25):
@@ -98,7 +98,6 @@ def four_steps(delay, at, broken):
     ("delay", "inside"),
     [(0, (Replicator, "_count_skips")), (0, (FolderExchange, "exchange_round")), (1, (Session, "submit"))],
 )
-@pytest.mark.usefixtures("still")
 def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, inside, monkeypatch):
     def saved_at(store, worker):
         def save(number, _):
@@ -120,7 +119,6 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
 @pytest.mark.parametrize("finite", [False, True])
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.usefixtures("still")
 def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts, finite):
     def interrupted_twice(store, worker):
         optimizer, interrupted = worker.optimizer, Mock(side_effect=KeyboardInterrupt)
@@ -135,7 +133,6 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
     assert four_steps(delay, 1, interrupted_twice) == [[1.0] * 4, [float(finite)] * 2 + [1.0] * 2]
 
 
-@pytest.mark.usefixtures("still")
 def test_round_whose_words_raise_an_error_counts_every_step_once():
     def fail(text):
         raise BrokenPipeError(text)
