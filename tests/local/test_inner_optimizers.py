@@ -387,6 +387,20 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
     assert first[1] != second[1]
 
 
+def test_state_that_is_born_in_a_group_and_did_not_come_along_is_told():
+    """As from torch.distributed.checkpoint, which asks for the names that a new optimizer has."""
+    one, other = make(None), make(None)
+    train(one, range(2))
+    one.inner[0].register_step_post_hook(
+        lambda inner, *_: inner.param_groups[0].setdefault("sums", torch.zeros(2)).add_(1)
+    )
+    train(one, range(2, 4))
+    state = one.state_dict()
+    del state["param_groups"][0]["sums"]
+    with pytest.warns(UserWarning, match="the state lacks sums of an inner optimizer's group, which begins anew"):
+        other.load_state_dict(state)
+
+
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adafactor])
 def test_state_of_another_inner_optimizer_is_refused_and_changes_none_of_them(other):
     def trained(second, lr):

@@ -232,8 +232,10 @@ class InnerOptimizers:
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
         self._lent = {}
-        for settings, saved in zip(self._settings, in_groups, strict=True):
+        for settings, saved, group in zip(self._settings, in_groups, loaded, strict=True):
             settings.state_names.update(saved)
+            if lost := ", ".join(sorted({*saved} - {*group})):  # torch.distributed.checkpoint loads names there are
+                warn(f"the state lacks {lost} of an inner optimizer's group, which begins anew; save one file per rank")
         self._follow()
 
 
