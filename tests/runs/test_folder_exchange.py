@@ -56,12 +56,8 @@ def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):
 
 
 def test_worker_that_is_second_to_start_a_run_joins_it_and_leaves_no_weights_of_its_own(store):
-    def too_late(*given):
-        first.join()
-        return store.put_if_absent(*given)
-
     first, slow = Worker(store, 0), stores.Through(store)
-    slow.put_if_absent = at_first(too_late, store.put_if_absent)
+    slow.put_if_absent = at_first(lambda *given: (first.join(), store.put_if_absent(*given))[1], store.put_if_absent)
     assert Worker(slow, 1).join().digest == first.digest
     assert store.list("start") == {first.run.record.identity}
 
@@ -98,8 +94,7 @@ def test_late_worker_adds_no_round_to_a_run_that_has_ended(store, end):
 
 
 def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_checkpoint(store):
-    first, sleeper = Worker(store, 0, checkpoint_every=2, **EXACTLY), Worker(store, 1, **EXACTLY)
-    first.join()
+    first, sleeper = Worker(store, 0, checkpoint_every=2, **EXACTLY).join(), Worker(store, 1, **EXACTLY)
     sleeper.step()
     first.round(9)
     assert [number for number in range(9) if log.look(store, number).messages] == [6, 7, 8]
@@ -281,9 +276,7 @@ def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store):
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "of another run"])
 def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, damage):
-    first, stranger = Worker(store, 0, checkpoint_every=1), Worker(ObjectStore(), 1, checkpoint_every=1)
-    first.round(3)
-    stranger.round(3)
+    first, stranger = (Worker(each, 0, checkpoint_every=1).round(3) for each in (store, ObjectStore()))
     change = {
         "cut": lambda data: data[:-4],
         "a bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
@@ -295,11 +288,11 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, 
     assert "checkpoints/00000003 is damaged" in second.said[0]
     for name in ("checkpoints/00000002", log.checkpoint_name(first.run.record, 0)):
         stores.change(store, name, lambda data: data[:-4])
-    second = Worker(store, 2)
-    before = second.digest
+    third = Worker(store, 2)
+    before = third.digest
     with pytest.raises(MessageError, match=r"start/.* is damaged, or of another run or model"):
-        second.join()
-    assert second.digest == before
+        third.join()
+    assert third.digest == before
 
 
 def adamw(parameters):

@@ -12,10 +12,10 @@ import obstore
 import pytest
 import torch
 from stores import Cache
-from workers import SETTINGS, Counter, Worker, joined, replayed, rounds, steps, times_applied, waiting
+from workers import Counter, Worker, joined, replayed, rounds, steps, times_applied, waiting
 
 import forked
-from demopt import FolderExchange, LocalDeMo
+from demopt import FolderExchange
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs.store import ObjectStore
@@ -80,7 +80,7 @@ def test_state_of_a_later_round_does_not_start_a_run(store):
 def test_second_optimizer_of_one_folder_exchange_is_refused(store):
     first = Worker(store, 0)
     with pytest.raises(ValueError, match="belongs to another optimizer; give each optimizer one of its own"):
-        LocalDeMo(torch.optim.SGD(first.model.parameters(), lr=0.1), process_group=first.run, **SETTINGS)
+        Worker(store, 1, group=first.run)
     first.round()
 
 

@@ -196,11 +196,8 @@ def test_pipe_and_device_are_told_from_files(tmp_path):
 def test_folder_that_holds_what_is_of_no_run_is_left_as_it_is(tmp_path, name, overwrite):
     place = tmp_path / name
     place.write_text('{"model_type": "llama", "vocab_size": 300}') if name == "config.json" else place.mkdir()
-    held, told = (
-        OutFolder(tmp_path).claimed(TrainConfig(overwrite=overwrite)),
-        f"holds {name}, and no run that it is of",
-    )
-    with pytest.raises(InputError, match=told), held:
+    told = pytest.raises(InputError, match=f"holds {name}, and no run that it is of")
+    with told, OutFolder(tmp_path).claimed(TrainConfig(overwrite=overwrite)):
         pass
     assert place.exists()
 
