@@ -1,7 +1,6 @@
 """Checkpoints: resumed runs are the uninterrupted ones, bit for bit; damaged checkpoints are refused."""
 
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -20,7 +19,7 @@ import forked
 from demopt.codec.hyperparameters import Codec
 from demopt.errors import DemoptError
 from demopt.train import checkpoint
-from demopt.train.config import InputError, TrainConfig, config_of
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.out import OutFolder
 from demopt.train.team import Team, stop_on_signals
 
@@ -119,14 +118,6 @@ def test_damaged_record_is_refused_in_one_line(tmp_path, broken):
     (place / "run.json").write_text(broken, encoding="latin-1")
     with pytest.raises(InputError, match=r"^.*step-00000012 cannot be read.*$"):
         checkpoint.read(place)
-
-
-def test_record_without_a_fingerprint_of_the_text_is_another_run(tmp_path, finished):
-    newest = checkpoint.newest(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
-    record = json.loads((newest / "run.json").read_text())
-    (newest / "run.json").write_text(json.dumps(record | {"fingerprint": None}))
-    with pytest.raises(InputError, match="the text or tokenizer here is not that of the run in"):
-        checkpoint.find(newest.parent, config_of(record["settings"]), record["fingerprint"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -310,17 +311,20 @@ def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, cap
 
 
 def test_resume_refuses_another_run(tmp_path, finished):
-    newest = checkpoint.newest(finished[0] / "checkpoints")
-    saved = checkpoint.read(newest)
+    newest = checkpoint.newest(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
+    saved, record, text = checkpoint.read(newest), newest / "run.json", "the text or tokenizer here is not that of the "
     config = config_of(saved.settings)
     assert checkpoint.find(newest.parent, config, saved.fingerprint) == (newest, saved)
     for change, told in (
         ({"width": 128}, "--width is 128, and the run in"),
         ({"optimizer": "adamw"}, " has demo; go on with the same settings or start anew in another --out"),
-        ({}, "the text or tokenizer here is not that of the run in"),
+        ({}, text),
     ):
         with pytest.raises(InputError, match=re.escape(told)):
             checkpoint.find(newest.parent, replace(config, **change), "of another text")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"fingerprint": None}))
+    with pytest.raises(InputError, match=text):
+        checkpoint.find(newest.parent, config, saved.fingerprint)
     (tmp_path / "step-00000003").mkdir()  # a save that was interrupted
     with pytest.raises(InputError, match="holds no whole checkpoint"):
         checkpoint.find(tmp_path, config, saved.fingerprint)
