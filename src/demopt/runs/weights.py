@@ -347,9 +347,10 @@ class FolderRounds(Rounds):
     @contextmanager
     def _carrying_steps(self) -> Iterator[None]:
         """While others' rounds move the weights: local steps that no round of this worker has go on from there."""
-        weights, before = self.replicator.follower, self.replicator.fingerprint()
+        weights = self.replicator.follower
         if weights.steps and not weights.have_start:
             weights.hold()
+        before = self.replicator.fingerprint() if weights.have_start else 0
         try:
             yield
         finally:  # some may have come before an error

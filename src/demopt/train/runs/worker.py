@@ -274,7 +274,9 @@ class Worker(Training):
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
-        self.optimizer.flush()  # with delay: if the round in flight left its message out, this one has those sequences
+        if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
+            self.optimizer.flush()
+            self._hear(loss)
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.speed}
         if self.config.top_k is None:
