@@ -118,19 +118,19 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_stepping:
+        if self._owns_round:
             self.rollback()
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
-        self._is_stepping = True
+        self._owns_round = True
         try:
             self.extract()
             self.apply(self.replicator.exchange())
         except BaseException:
             self.rollback()
-            self._is_stepping = False
+            self._owns_round = False
             forget_scale(self)
             raise
-        self._is_stepping = False
+        self._owns_round = False
         return loss
 
     @unrecorded

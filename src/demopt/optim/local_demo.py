@@ -266,9 +266,13 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @unrecorded
     def rollback(self) -> None:
-        """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
+        """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights.
+
+        Not in a folder: there a round stays open after an error, because its message may be in a manifest.
+        """
         self._before_change("rollback")
-        self._rounds.rollback()
+        if self._rounds.in_step:
+            self.replicator.rollback()
 
     @unrecorded
     def flush(self) -> None:
@@ -417,7 +421,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
-            self._is_stepping = True
+            self._owns_round = True
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
@@ -425,7 +429,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 elif current.work is None:
                     self.replicator.send()
             except BaseException:
-                self._rounds.fail()
+                self._rounds.after_error()
                 raise
             self.replicator.stats = spent = self.replicator.stats.after(spent)
             if not self._rounds.sends_again:
@@ -515,9 +519,9 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        if self._is_stepping:
-            self._rounds.fail()
-            self._is_stepping = False
+        if self._owns_round:
+            self._rounds.after_error()
+            self._owns_round = False
 
     # State: groups, checkpoints
 

@@ -71,7 +71,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _warned: frozenset[str] = frozenset()  # of what
     _is_trained: bool = False  # some parameter has had a gradient
     _has_begun: bool = False  # a round
-    _is_stepping: bool = False  # a round of `step` is under way, or a second interrupt at once has kept it from its end
+    _owns_round: bool = False  # a round that is there was begun by `step`, not by `extract` as a user calls it
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

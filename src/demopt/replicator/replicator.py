@@ -89,8 +89,8 @@ class Stats:
 class Round:
     """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far.
 
-    Its stages: "begun", with nothing of this rank; "extracted"; then, unless it ends at once, "sent" in the background
-    or, in a folder, "left open" by an error; at last "applied", "skipped" or, where it is forgotten, "failed".
+    Its stages: "begun", with nothing of this rank; "extracted"; then, unless it ends at once, "sent" in the background,
+    or "left open" by an error that left it undecided; at last "applied", "skipped" or, if forgotten, "failed".
     """
 
     wiring: Wiring
@@ -222,7 +222,7 @@ class Replicator:
         current, factor = self._prepared(gradients, unscale, minus)
         with uninterrupted():  # what has entered the momentum is in a round
             self._compress(current, gradients, factor, minus)
-            self.round = current
+            self.round, current.stage = current, "extracted"
             if not self.options.background:
                 self.stats = current.stats  # of this round: not `skipped` yet
         assert current.message is not None
@@ -236,7 +236,6 @@ class Replicator:
         for given in (gradients,) if minus is None else (gradients, minus):
             check_gradients(wiring.names, wiring.parameters, given)
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
-        current.stage = "extracted"
         exchange = self.session.exchange
         if isinstance(exchange, VaryingExchange):
             hashed = self.fingerprint(state=True) if self.options.fingerprint_due(current.header.round_number) else None
@@ -303,7 +302,8 @@ class Replicator:
                         current.result = read_result(current.wiring.route, messages)
                 # another rank may have a new layout, or other settings
                 if current.result is not None and handshake_due(current.result.headers):
-                    current.work = None  # if settings differ, the message travels again, as that rank's does
+                    if current.work is not None:  # if settings differ, it travels again, as that rank's message does
+                        current.work, current.stage = None, "left open"
                     self.session.compare(current.wiring, number)
                     messages = self._travel(current, exchange)
             if self.session.compares_gradients:
@@ -337,7 +337,7 @@ class Replicator:
                 messages = work.result()
         except BaseException:  # also an interrupt: the round is then in flight still
             if work.done() and work.exception() is not None:
-                current.work = None
+                current.work, current.stage = None, "left open"
             raise
         self.session.receive([messages, *(current.result.tensors if current.result is not None else ())])
         return messages
@@ -415,7 +415,7 @@ class Replicator:
         self.require_idle("apply_missed")
         self.round, received_bytes = self._begin(self.wiring()), self.stats.received_bytes + received_bytes
         self.round.result, self.round.stats = result, replace(self.stats, received_bytes=received_bytes)
-        # Without `data` nothing leaves the momentum, although its row is then that of the header
+        self.round.outcome = Outcome(None, result)
         self.apply(result.messages)
 
     def rollback(self) -> None:
@@ -471,7 +471,7 @@ class Replicator:
 
         current.extracted = extracted
         with uninterrupted():
-            self.round = current
+            self.round, current.stage = current, "extracted"
             current.work = self.session.submit(work, None)
             self.enter_stage(current, "sent")
 
@@ -482,8 +482,8 @@ class Replicator:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round was sent in the background, and is not applied."""
-        return self.round is not None and self.round.work is not None
+        """Whether a round was sent in the background, and is not applied; its exchange has not failed."""
+        return self.round is not None and self.round.stage == "sent"
 
     @property
     def is_open(self) -> bool:

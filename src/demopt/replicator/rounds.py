@@ -170,17 +170,13 @@ class Rounds:
         try:
             self.replicator.apply(self.replicator.exchange())
         except BaseException:
-            self.fail()
+            self.after_error()
             raise
 
-    def fail(self) -> None:
-        """After an error: forgets the round, unless it is in flight; what it would have sent stays in the momentum."""
+    def after_error(self) -> None:
+        """Forgets the round, unless it is in flight; what it would have sent stays in the momentum."""
         if not self.replicator.in_flight:
             self.replicator.rollback()
-
-    def rollback(self) -> None:
-        """Forgets the round; waits for an exchange under way."""
-        self.replicator.rollback()
 
     def resync(self, src: int) -> None:
         """Takes the parameters and outer state of rank `src`."""

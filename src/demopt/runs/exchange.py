@@ -301,8 +301,7 @@ class FolderExchange(VaryingExchange):
             leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
-        sequences, self.unsent = self.unsent, 0  # `end_round` gives them back if the message is left out
-        return Attached(envelope, self.decided, self.round_began, sequences)
+        return Attached(envelope, self.decided, self.round_began, self.unsent)
 
     @property
     def seconds_needed(self) -> float:
@@ -488,10 +487,9 @@ class FolderExchange(VaryingExchange):
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
     def end_round(self, outcome: FolderOutcome, sequences: int) -> None:
-        """Notes the end of a round for which this worker sent a message; `sequences`: that its error has of that."""
+        """Notes the end of a round for which this worker sent a message; `sequences`: that its error has lost by it."""
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
-        if outcome.row is None:
-            self.unsent += sequences
+        self.unsent -= sequences
         self.worker = outcome.envelope.worker
         if outcome.envelope.worker not in manifest.refused:  # which was not late
             self.left_out = 0 if outcome.row is not None else self.left_out + 1

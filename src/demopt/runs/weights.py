@@ -313,7 +313,9 @@ class FolderRounds(Rounds):
         def end(apply: Callable[[], None]) -> None:
             with uninterrupted():  # so that `decided` is the manifest of the weights
                 apply()
-                self.run.end_round(outcome, current.attached.sequences if current.in_momentum else 0)
+                # A message that is left out stays in the error, unless it was not finite, and never there.
+                is_lost = outcome.row is not None or not current.in_momentum
+                self.run.end_round(outcome, current.attached.sequences if is_lost else 0)
                 # Later rounds may be decided already. Drifted weights wait for `resync`.
                 self._is_behind = is_covered or (outcome.row is None and outcome.error is None)
 
@@ -333,16 +335,21 @@ class FolderRounds(Rounds):
         """
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
         senders = len(outcome.manifest.senders) or 1  # a round that moves nothing has none
-        has_turn = rest == 0 and outcome.row == turn % senders
-        ends = outcome.envelope.leaves or self.run.stopping
-        may_be_last = ends and outcome.row in (None, 0) and self._manifest(self._number) is None  # nobody has gone on
-        if has_turn and not may_be_last and self.run.is_uploading:  # uploads that queue would slow all rounds down
-            self.run.say_once(
-                "checkpoints are left out while the one before is not uploaded yet (the run's --checkpoint-every is "
-                "small for this link)"
-            )
-        elif has_turn or may_be_last:
+        if self._may_be_last(outcome):
             self.save()
+        elif rest == 0 and outcome.row == turn % senders:
+            if self.run.is_uploading:  # uploads that queue would slow all rounds down
+                self.run.say_once(
+                    "checkpoints are left out while the one before is not uploaded yet (the run's --checkpoint-every "
+                    "is small for this link)"
+                )
+            else:
+                self.save()
+
+    def _may_be_last(self, outcome: FolderOutcome) -> bool:
+        """Whether this worker, at its end after this outcome or rounds since, may be the last one."""
+        ends = outcome.envelope.leaves or self.run.stopping
+        return ends and outcome.row in (None, 0) and self._manifest(self._number) is None  # nobody has gone on
 
     @contextmanager
     def _carrying_steps(self) -> Iterator[None]:
@@ -360,13 +367,11 @@ class FolderRounds(Rounds):
                 weights.adopt()
 
     @uninterrupted()
-    def fail(self) -> None:
-        """After an error: the round stays open, to be tried again, because its message may be in a manifest."""
+    def after_error(self) -> None:
+        """Leaves the round open, to be tried again, because its message may be in a manifest."""
         current = self.replicator.round
         if current is not None and current.stage == "extracted":
             self.replicator.enter_stage(current, "left open")
-
-    rollback = fail
 
     @property
     def sends_again(self) -> bool:
@@ -386,8 +391,8 @@ class FolderRounds(Rounds):
         if not (self._leaves or self._is_over):
             self.run.hello(self._number)
         self._is_behind = False
-        if self.run.last is not None:
-            self._save_if_due(self.run.last)
+        if self.run.last is not None and self._may_be_last(self.run.last):
+            self.save()
 
     # Rounds that were decided without this worker
 
@@ -604,7 +609,7 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        self.fail()  # a signal's handler may save within a round
+        self.after_error()  # a signal's handler may save within a round
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
             return self._restored.entry()
         if not self._run_of_weights:
