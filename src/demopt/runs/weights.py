@@ -232,12 +232,13 @@ class FolderRounds(Rounds):
     def _drop_if_sent_since(self, first: int) -> None:
         """Drops what a state had not sent if this worker has sent a message since round `first`: all was in that one.
 
-        One that lies in the open round counts as another's: this worker sends under a second name then (`_put`).
+        If it lies in the open round, it will count there: `_put` finds it, and gives this worker a second name.
         """
         run = self.run
         reads = [partial(self._manifest, number) for number in range(first, self._number)]
-        senders = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
-        if run.worker in senders | log.look(run.store, self._number).messages:
+        in_manifests = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
+        in_open_round = log.look(run.store, self._number).messages
+        if run.worker in in_manifests | in_open_round:
             run.say(
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
             )
@@ -609,7 +610,6 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        self.after_error()  # a signal's handler may save within a round
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
             return self._restored.entry()
         if not self._run_of_weights:
@@ -619,7 +619,9 @@ class FolderRounds(Rounds):
         message, in_message = None, 0
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
-        sent_from = self._number + (message is not None) if self._unchecked_from is None else self._unchecked_from
+        sent_from = self._number + (message is not None)  # its messages so far are known
+        if self._unchecked_from is not None:  # unless an error has ended its `join`, after the round of its message
+            sent_from = self._unchecked_from
         read = sorted(run.numbers_read)
         numbers = read, sent_from, run.unsent, in_message
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
