@@ -1,6 +1,7 @@
 """A worker that dies between the put of its message and the round's manifest: its state goes on, once and exactly."""
 
 import functools
+import math
 import threading
 from contextlib import nullcontext, suppress
 from unittest.mock import Mock, patch
@@ -176,6 +177,17 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
     again.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 1 is another one in" in again.said[0]
+
+
+def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():
+    worker = Counter(ObjectStore(), 0)
+    worker.step()
+    worker.parameter.data[-1] = math.inf
+    away = patch.object(worker.run, "results_of", side_effect=ExchangeError("away"))
+    with away, pytest.raises(ExchangeError, match="away"):
+        worker.step()
+    assert worker.state()["folder"]["unsent"] == 0
+    assert (worker.run.unsent, worker.optimizer.flush(), worker.run.unsent) == (2, None, 0)
 
 
 def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):

@@ -616,14 +616,16 @@ class FolderRounds(Rounds):
             return {}
         self.replicator.let_extract()
         run, current, before = self.run, self.replicator.round, log.digest_of(self.run.decided)
-        message, in_message = None, 0
+        message, in_message, unsent = None, 0, run.unsent
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
+        elif current is not None:  # a gradient was not finite: those steps are dropped
+            unsent -= current.attached.sequences
         sent_from = self._number + (message is not None)  # its messages so far are known
         if self._unchecked_from is not None:  # unless an error has ended its `join`, after the round of its message
             sent_from = self._unchecked_from
         read = sorted(run.numbers_read)
-        numbers = read, sent_from, run.unsent, in_message
+        numbers = read, sent_from, unsent, in_message
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
