@@ -18,6 +18,7 @@ import problems
 from demopt import FolderExchange
 from demopt.exchange import SingleRank
 from demopt.interrupts import uninterrupted
+from demopt.replicator import replicator
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.session import Session
 from demopt.runs.store import ObjectStore
@@ -133,6 +134,46 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
     assert four_steps(delay, 1, interrupted_twice) == [[1.0] * 4, [float(finite)] * 2 + [1.0] * 2]
 
 
+@pytest.mark.usefixtures("still")
+def test_state_that_a_handler_saves_within_a_round_changes_nothing():
+    worker = Counter(ObjectStore(), 0)
+    for holder, name in ((worker.run, "exchange_round"), (worker.optimizer._rounds, "_apply")):
+        call = getattr(holder, name)
+        setattr(holder, name, at_first(lambda *given, call=call: (worker.state(), call(*given))[1], call))
+        worker.step()
+        worker.step()
+        assert not worker.optimizer.weights_differ
+
+
+@pytest.mark.usefixtures("still")
+def test_interrupt_at_the_end_of_a_catch_up_takes_nothing_of_others_back():
+    store = ObjectStore()
+    late, other = (Counter(store, number) for number in range(2))
+    for worker in (*[other] * 4, late):
+        worker.step()
+    weights, interrupted = late.optimizer._weights, Mock(side_effect=KeyboardInterrupt)
+    calls = iter([weights.adopt, interrupted])  # after round 1, of which it was left out, and after round 2
+    weights.adopt = lambda adopt=weights.adopt: next(calls, adopt)()
+    with pytest.raises(KeyboardInterrupt):
+        late.step()
+    late.step()
+    late.step()
+    assert times_applied(store, [late, other]) == [[1.0] * 4] * 2
+
+
+@pytest.mark.usefixtures("still")
+def test_interrupt_while_a_message_is_prepared_leaves_its_sequences_unsent(monkeypatch):
+    worker, call = Counter(ObjectStore(), 0), replicator.all_usable
+    monkeypatch.setattr(replicator, "all_usable", at_first(Mock(side_effect=KeyboardInterrupt), call))
+    worker.step()
+    with pytest.raises(KeyboardInterrupt):
+        worker.step()
+    assert (worker.run.unsent, worker.state()["folder"]["unsent"]) == (2, 2)
+    worker.step()
+    assert worker.run.unsent == 0
+
+
+@pytest.mark.usefixtures("still")
 def test_round_whose_words_raise_an_error_counts_every_step_once():
     def fail(text):
         raise BrokenPipeError(text)

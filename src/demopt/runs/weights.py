@@ -295,7 +295,8 @@ class FolderRounds(Rounds):
             messages = self.replicator.exchange()
         except ForkedError as error:
             self.replicator.rollback()
-            self._leave_fork(error, log.digest_of(self.run.decided))
+            with self._carrying_steps():
+                self._leave_fork(error, log.digest_of(self.run.decided))
             self._is_behind = True
         else:
             self._apply(current, messages)
@@ -356,16 +357,22 @@ class FolderRounds(Rounds):
     def _carrying_steps(self) -> Iterator[None]:
         """While others' rounds move the weights: local steps that no round of this worker has go on from there."""
         weights = self.replicator.follower
-        if weights.steps and not weights.have_start:
-            weights.hold()
-        before = self.replicator.fingerprint() if weights.have_start else 0
+        if weights.steps:
+            self._hold()
+        carries = weights.have_start
+        before = self.replicator.fingerprint() if carries else 0
         try:
             yield
         finally:  # some may have come before an error
-            if weights.have_start and self.replicator.fingerprint() != before:
-                weights.land()
-            elif not weights.have_start:
+            if not carries:
                 weights.adopt()
+            elif weights.have_start and self.replicator.fingerprint() != before:
+                weights.land()
+
+    def _hold(self) -> None:
+        """Before others' rounds move the weights: local ones count from these until they land, also if that fails."""
+        if not self.replicator.follower.have_start:
+            self.replicator.follower.hold()
 
     @uninterrupted()
     def after_error(self) -> None:
@@ -441,6 +448,7 @@ class FolderRounds(Rounds):
         received = self.run.received_bytes
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
+            self._hold()
             self.replicator.apply_missed(result, self.run.received_bytes - received)
             self.run.follow(manifest)
 
@@ -543,6 +551,7 @@ class FolderRounds(Rounds):
         if head.get("before") != log.digest_of(before):
             raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
         with uninterrupted():
+            self._hold()
             for tensor, value in zip(tensors, found, strict=True):
                 tensor.copy_(value)
             self.replicator.round_number.fill_(number)
