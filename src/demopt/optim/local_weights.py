@@ -206,9 +206,8 @@ class LocalWeights(Follower):
     @uninterrupted()
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        if self._extracted_from:  # otherwise that was done, before an interrupt
-            self._go_by_own_steps(self._extracted_from, finite)
-            self.keep()
+        self._go_by_own_steps(self._extracted_from, finite)
+        self.keep()
 
     @uninterrupted()
     def land(self) -> None:

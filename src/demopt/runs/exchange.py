@@ -321,7 +321,8 @@ class FolderExchange(VaryingExchange):
         """
         began, number, decided = time.monotonic(), header.round_number, attached.decided
         inbox, waited_for = Inbox(self, wiring, header, attached), tuple[str, ...]()
-        mine, ready_at, manifest = self._send(envelope_of(attached, message), inbox, attached)
+        mine, put_at, manifest = self._send(envelope_of(attached, message), inbox, attached)
+        ready_at = put_at or time.monotonic()
         if manifest is None:
             inbox.add(mine, log.digest(mine.packed()))
             inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
@@ -342,7 +343,7 @@ class FolderExchange(VaryingExchange):
             error = DriftError(number, [], told, remedy)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        was_there = inbox.seen_open_at - ready_at > _SEEN  # the round was open then; False if nothing was put
+        was_there = put_at is not None and inbox.seen_open_at - put_at > _SEEN  # for a second of the open round
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         return FolderOutcome(
             row, result, error, manifest=manifest, envelope=mine,
@@ -350,11 +351,11 @@ class FolderExchange(VaryingExchange):
             waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 
-    def _send(self, mine: Envelope, inbox: Inbox, attached: Attached) -> tuple[Envelope, float, Manifest | None]:
-        """Looks at the round, and puts this worker's message unless it is over: then it has a manifest.
+    def _send(self, mine: Envelope, inbox: Inbox, attached: Attached) -> tuple[Envelope, float | None, Manifest | None]:
+        """Looks at the round, and puts this worker's message, unless it is late and the round over.
 
-        Returns the message as it is in the store, the time (monotonic) when it was put or the round found to be over,
-        and that manifest.
+        Returns the message as it is in the store, the time (monotonic) when it was put, and the manifest, if it is
+        there already.
         """
         now, members = time.monotonic(), sorted(attached.decided.members if attached.decided else ())
         looks: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, attached.decided)]
@@ -367,11 +368,11 @@ class FolderExchange(VaryingExchange):
         puts_at_once = not (may_be_late or may_be_gone)
         put = partial(self._put, mine)
         mine = self.together([*looks, put if puts_at_once else lambda: mine])[-1]
-        ready_at, manifest = time.monotonic(), inbox.read_manifest()
+        put_at, manifest = time.monotonic() if puts_at_once else None, inbox.read_manifest()
         if manifest is None and not puts_at_once:
             (mine,) = inbox.read_new(put)
-            ready_at = time.monotonic()
-        return mine, ready_at, manifest
+            put_at = time.monotonic()
+        return mine, put_at, manifest
 
     def _require_run(self) -> Record:
         """Waits until the run is in the store, because its disk may be away; SettingsError if that has another one."""
@@ -491,8 +492,8 @@ class FolderExchange(VaryingExchange):
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.unsent -= sequences
         self.worker = outcome.envelope.worker
-        if outcome.envelope.worker not in manifest.refused:  # which was not late
-            self.left_out = 0 if outcome.row is not None else self.left_out + 1
+        was_late = outcome.row is None and self.worker not in manifest.refused
+        self.left_out = self.left_out + 1 if was_late else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if outcome.error is None:

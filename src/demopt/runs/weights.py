@@ -316,8 +316,8 @@ class FolderRounds(Rounds):
             with uninterrupted():  # so that `decided` is the manifest of the weights
                 apply()
                 # A message that is left out stays in the error, unless it was not finite, and never there.
-                is_lost = outcome.row is not None or not current.in_momentum
-                self.run.end_round(outcome, current.attached.sequences if is_lost else 0)
+                has_left = outcome.row is not None or not current.in_momentum
+                self.run.end_round(outcome, current.attached.sequences if has_left else 0)
                 # Later rounds may be decided already. Drifted weights wait for `resync`.
                 self._is_behind = is_covered or (outcome.row is None and outcome.error is None)
 
@@ -336,10 +336,9 @@ class FolderRounds(Rounds):
         first sender writes it, and who was left out, because it may be the last worker.
         """
         turn, rest = divmod(self._number, self.run.record.checkpoint_every)
-        senders = len(outcome.manifest.senders) or 1  # a round that moves nothing has none
         if self._may_be_last(outcome):
             self.save()
-        elif rest == 0 and outcome.row == turn % senders:
+        elif rest == 0 and outcome.row == turn % len(outcome.manifest.senders):
             if self.run.is_uploading:  # uploads that queue would slow all rounds down
                 self.run.say_once(
                     "checkpoints are left out while the one before is not uploaded yet (the run's --checkpoint-every "
@@ -620,7 +619,7 @@ class FolderRounds(Rounds):
 
     def entry(self) -> dict[str, Any]:
         if self._restored is not None:  # it was loaded, and this worker has not joined yet
-            return self._restored.entry()
+            return replace(self._restored, unsent=self.run.unsent).entry()  # local steps may have come since
         if not self._run_of_weights:
             return {}
         self.replicator.let_extract()
