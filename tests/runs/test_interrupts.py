@@ -18,7 +18,7 @@ import problems
 from demopt import FolderExchange
 from demopt.exchange import SingleRank
 from demopt.interrupts import uninterrupted
-from demopt.replicator import replicator
+from demopt.replicator import attach, replicator
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.session import Session
 from demopt.runs.store import ObjectStore
@@ -225,6 +225,24 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_free(l
         with nullcontext() if step else pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert (-parameter[:2]).tolist() == [1.0 if local else 0.25, 1.0 if local else 0.5]
+
+
+def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkeypatch):
+    parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)
+    del codec["error_decay"]
+    optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, process_group=SingleRank(), update="sgd", **codec)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.extract()
+    optimizer.rollback()
+    optimizer.regroup(SingleRank())
+    optimizer.zero_grad()
+    call = attach._attach_owners
+    interrupted = lambda *given: (signal.raise_signal(signal.SIGINT), call(*given))  # noqa: E731
+    monkeypatch.setattr(attach, "_attach_owners", at_first(interrupted, call))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.step()
+    assert {*parameter.tolist()} == {-0.25}
 
 
 def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch):

@@ -158,8 +158,10 @@ class Replicator:
         new = make_wiring(self.groups, inputs, self._workspace, before)
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
-            attach(self.state, new, self.round_number)
-            self.in_buffers = {parameter: dict(entry) for parameter, entry in self.state.items()}
+            with uninterrupted():  # otherwise the next wiring would find entries without their tensors
+                attach(self.state, new, self.round_number)
+                self.in_buffers = {parameter: dict(entry) for parameter, entry in self.state.items()}
+                self._wiring = new
         self._wiring = new
         return new
 
