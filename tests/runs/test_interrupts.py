@@ -236,9 +236,9 @@ def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkey
     optimizer.rollback()
     optimizer.regroup(SingleRank())
     optimizer.zero_grad()
-    call = attach._attach_owners
+    call = attach._copy_into
     interrupted = lambda *given: (signal.raise_signal(signal.SIGINT), call(*given))  # noqa: E731
-    monkeypatch.setattr(attach, "_attach_owners", at_first(interrupted, call))
+    monkeypatch.setattr(attach, "_copy_into", at_first(interrupted, call))
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     optimizer.step()
