@@ -605,8 +605,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        if not self._rounds.in_step:
-            self._rounds.after_error()  # a signal's handler may save within a round
+        self._rounds.leave_open()  # a signal's handler may save within a round
         folder = self._rounds.entry()
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:

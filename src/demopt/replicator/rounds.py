@@ -173,6 +173,9 @@ class Rounds:
             self.after_error()
             raise
 
+    def leave_open(self) -> None:
+        """In a folder: leaves an extracted round open, because its message may be in a manifest."""
+
     def after_error(self) -> None:
         """Forgets the round, unless it is in flight; what it would have sent stays in the momentum."""
         if not self.replicator.in_flight:

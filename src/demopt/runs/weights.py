@@ -374,11 +374,12 @@ class FolderRounds(Rounds):
             self.replicator.follower.hold()
 
     @uninterrupted()
-    def after_error(self) -> None:
-        """Leaves the round open, to be tried again, because its message may be in a manifest."""
+    def leave_open(self) -> None:
         current = self.replicator.round
         if current is not None and current.stage == "extracted":
             self.replicator.enter_stage(current, "left open")
+
+    after_error = leave_open  # and the round is tried again
 
     @property
     def sends_again(self) -> bool:
