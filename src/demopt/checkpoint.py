@@ -137,30 +137,28 @@ class OptimizerState:
         """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
         rank, world_size = self._optimizer.replicator.rank_and_size
         old_size, parameters = state_dict["world_size"], self._parameters
-        states: dict[int, StateDict] = {}
-        for key, entry in state_dict.items():
-            # `LoadPlanner.set_up_planner`, above, has requested the keys of `overlaps`. An own key that the file lacks
-            # has left the planner's table only: there is None, or with older torch the entry of now. Its rank is above
-            # all that saved the file, so `overlaps` never names it.
-            if not (match := _KEY.fullmatch(key)) or entry is None:
-                continue
-            state = states.setdefault(int(match["rank"]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            saved = _read_entry(entry)
-            if saved["values"]:
-                number, sharded = int(match["number"]), saved["sharded"]
-                parameter = parameters[number]
-                state["state"][number] = {
-                    name: placed_as(value, parameter) if name in sharded else value
-                    for name, value in saved["values"].items()
-                }
+        entries = [(match, entry) for key, entry in state_dict.items() if (match := _KEY.fullmatch(key))]
+        ranks = {int(match["rank"]) for match, _ in entries}
         if not isinstance(old_size, int) or old_size < 1:
             raise ValueError(f"the checkpoint is damaged: it was saved by {old_size!r} ranks")
-        # First, because `overlaps` would loop over a damaged number: a rank takes over from old_size / world_size ranks
-        if old_size > world_size * len(states) or not overlaps(rank, world_size, old_size).keys() <= states.keys():
+        # The first test keeps a damaged number from `overlaps`, which would loop over old_size / world_size ranks.
+        if old_size > world_size * len(ranks) or not (needed := overlaps(rank, world_size, old_size)).keys() <= ranks:
             raise ValueError(
                 f"{old_size} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
+        # A key of this rank that the file lacks is here too, unread: `overlaps` does not name it.
+        states: dict[int, StateDict] = {
+            old: {"state": {}, "param_groups": state_dict["param_groups"]} for old in needed
+        }
+        for match, entry in entries:
+            if (old := int(match["rank"])) in needed and (saved := _read_entry(entry))["values"]:
+                number, sharded = int(match["number"]), saved["sharded"]
+                parameter = parameters[number]
+                states[old]["state"][number] = {
+                    name: placed_as(value, parameter) if name in sharded else value
+                    for name, value in saved["values"].items()
+                }
         folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
         self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
 
