@@ -134,15 +134,18 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
     assert four_steps(delay, 1, interrupted_twice) == [[1.0] * 4, [float(finite)] * 2 + [1.0] * 2]
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.usefixtures("still")
-def test_state_that_a_handler_saves_within_a_round_changes_nothing():
-    worker = Counter(ObjectStore(), 0)
-    for holder, name in ((worker.run, "exchange_round"), (worker.optimizer._rounds, "_apply")):
+def test_state_that_a_handler_saves_within_a_round_changes_nothing(delay):
+    worker, other = (Counter(ObjectStore(), 0, delay) for _ in range(2))
+    sends = (worker.optimizer.replicator, "send") if delay else (worker.run, "exchange_round")
+    for holder, name in (sends, (worker.optimizer._rounds, "_apply")):
         call = getattr(holder, name)
         setattr(holder, name, at_first(lambda *given, call=call: (worker.state(), call(*given))[1], call))
-        worker.step()
-        worker.step()
-        assert not worker.optimizer.weights_differ
+        for member in (worker, other) * 2:
+            member.step()
+        assert worker.optimizer.weights_differ == other.optimizer.weights_differ
+        assert torch.equal(worker.parameter, other.parameter)
 
 
 @pytest.mark.usefixtures("still")

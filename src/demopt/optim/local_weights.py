@@ -206,8 +206,9 @@ class LocalWeights(Follower):
     @uninterrupted()
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        self._go_by_own_steps(self._extracted_from, finite)
-        self.keep()
+        if self._extracted_from:  # otherwise a signal's handler has saved since: `keep`
+            self._go_by_own_steps(self._extracted_from, finite)
+            self.keep()
 
     @uninterrupted()
     def land(self) -> None:
