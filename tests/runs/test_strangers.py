@@ -195,6 +195,9 @@ def test_state_that_cannot_be_read_is_told_in_one_line(content, finished, tmp_pa
     (mine / "state.pt").unlink()
     (mine / "identity").write_bytes(b"\xff")
     assert "holds another run than" in command("join", finished, "--out", mine, code=2)
+    config = json.loads((mine / "config.json").read_text())
+    (mine / "config.json").write_text(json.dumps({**config, "run": ""}))  # of a training without a folder
+    assert "holds another run than" in command("join", finished, "--out", mine, code=2)
 
 
 ANYTHING = st.recursive(

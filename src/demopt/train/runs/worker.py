@@ -378,7 +378,9 @@ def settings_of_run(
 
 def _is_of(out: OutFolder, address: str) -> bool:
     """Whether a worker of the run at `address` has written to the folder."""
-    return out.config.exists() and full(str(read_run(out.root).get("run"))) == full(address)
+    with suppress(ValueError):  # the record is of a run without a folder, or damaged
+        return out.config.exists() and full(str(read_run(out.root).get("run"))) == full(address)
+    return False
 
 
 def export_model(address: str, key_file: str | None, given: Given) -> int:
