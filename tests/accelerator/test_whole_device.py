@@ -27,7 +27,7 @@ from demopt.optim.local_weights import LocalWeights
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
 from demopt.wire.message import HEADER_BYTES, pack_message
-from laboratory import gpu
+from laboratory import bench, gpu
 
 STEPS = 6
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
@@ -363,6 +363,11 @@ def test_extra_memory_stays_in_bounds(kind):
     assert (peak - known) / weights <= in_a_step
 
 
+def uncounted(threads, combine=Threads._combine):
+    with toy.counting(False):
+        combine(threads)
+
+
 WAITS = {"DeMo": 2, "DeMo, muon": 2, "LocalDeMo": 2, "LocalDeMo, owner": 3}
 
 
@@ -370,10 +375,6 @@ WAITS = {"DeMo": 2, "DeMo, muon": 2, "LocalDeMo": 2, "LocalDeMo, owner": 3}
 @toy.each(1)
 def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arrive(case):
     """An owner waits once more: before it answers, its host must know that all parts are whole, and their weights."""
-
-    def uncounted(threads, combine=Threads._combine):
-        with toy.counting(False):
-            combine(threads)
 
     def work(exchange):
         model, optimizer = train(exchange, "toy", case, steps=3, fingerprint_every=0)
@@ -385,6 +386,39 @@ def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arriv
 
     with mock.patch.object(Threads, "_combine", uncounted):
         assert max(Threads(2, timeout=300.0).run(work)) <= WAITS[case]
+
+
+LAUNCHES = {"DeMo": 155, "DeMo, muon": 714, "LocalDeMo": 181, "Muon": 1127}  # as docs/design-notes.md has them
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", LAUNCHES)
+@toy.each(1)
+def test_third_step_of_124_million_parameters_takes_as_many_launches_as_documented(case):
+    def made(model, exchange):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if case == "Muon":
+            return torch.optim.Muon([each for each in model.rest if each.dim() == 2])
+        if case == "LocalDeMo":
+            return demopt.LocalDeMo(inner, sync_every=1, process_group=exchange)
+        groups = demopt.muon_groups(model, lr=0.01) if "muon" in case else model.named_parameters()
+        return demopt.DeMo(groups, process_group=exchange)
+
+    def work(exchange):
+        model = bench.Parameters(bench.shapes_of("gpt2"), torch.device("toy"))
+        for parameter in model.parameters():
+            parameter.data.fill_(0.01)
+        optimizer = made(model, exchange)
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            with toy.counting() as found:
+                optimizer.step()
+        return found["launches"]
+
+    with mock.patch.object(Threads, "_combine", uncounted):
+        counted = Threads(2, timeout=300.0).run(work)
+    assert counted == [LAUNCHES[case] + (32 if case == "LocalDeMo" else 0)] * 2
 
 
 def _kernels(counts):

@@ -219,7 +219,7 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_free(l
     else:
         del codec["error_decay"]
         optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, update="sgd", **codec)
-    for name in ("exchange", "rollback"):
+    for name in ("exchange", "rollback", *["rollback"] * local):  # LocalDeMo calls it at two levels
         interrupted = Mock(side_effect=KeyboardInterrupt)
         setattr(optimizer.replicator, name, at_first(interrupted, getattr(optimizer.replicator, name)))
     for step in range(2):

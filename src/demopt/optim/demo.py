@@ -118,7 +118,7 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._owns_round:
+        if self._owns_round:  # a second interrupt at once has kept the last step from it
             self.rollback()
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         self._owns_round = True

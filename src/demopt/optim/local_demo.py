@@ -519,7 +519,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        if self._owns_round:
+        if self._owns_round:  # a second interrupt at once may have kept `_round` from this
             self._rounds.after_error()
             self._owns_round = False
 
