@@ -156,7 +156,7 @@ def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number
 
 
 def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool) -> None:
-    """Steps 6 and 7: writes U [C, r, c] to the pair's first; `by_sign`, its signs: exact units are positive."""
+    """Steps 6 and 7: writes U [C, r, c] to the pair's first tensor; `by_sign`: its signs, as units are positive."""
     (out, spare), bases, settings = pair_2Crc, chunk_group.inverse_bases, chunk_group.settings
     ties = by_sign and chunk_group.key.ties
     if chunk_group.inverter is not None and ties == by_sign:
@@ -194,7 +194,7 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
 
 
 def update_parameters(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int) -> None:
-    """Step 8 after phi, the pair's first: X <- X - lr wd X - lr phi. Decay enters no momentum. Overwrites both."""
+    """Step 8 after phi, the pair's first tensor: X <- X - lr wd X - lr phi, a block's part. Overwrites both tensors."""
     lr, decay = chunk_group.settings.lr, 1 - chunk_group.settings.lr * chunk_group.settings.weight_decay
     direction_Crc, factor = pair_2Crc[0], -lr
     if not (chunk_group.rule.signs_only or abs(lr) == 1):  # fused with the addition, some hardware would round once

@@ -35,7 +35,7 @@ TRANSFORM_NUMBERS = {"dct": 0, "identity": 3}
 def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
     """Returns a transform's orthonormal basis [size, size], built in float64 and rounded to dtype. Do not modify it.
 
-    Below float64, entries that should be zero are: their rounding errors differ between machines, and signs would.
+    Below float64, entries that are zero in exact arithmetic are zero: rounding errors differ between machines.
     """
     exact = TRANSFORMS[name](size)
     if dtype != torch.float64:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class SideStream:
-    """An accelerator's stream for exchanges: no kernel of backward queues behind them. Events order both."""
+    """An accelerator's stream for exchanges: backward's kernels do not queue behind them. Events keep the order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device)

@@ -13,7 +13,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns room for such a tensor on a device; of a DTensor, whose part may be offloaded, one placed alike."""
+    """Returns room for a tensor of this shape on a device; for a DTensor, which may be offloaded, placed alike."""
     held = torch.empty_like(to_local(tensor.detach()), device=device, dtype=dtype)
     if not hasattr(tensor, "placements"):
         return held
@@ -37,7 +37,7 @@ def placed_as(local: Tensor, like: Any) -> Any:
 
 
 def whole_of(local: Tensor, like: Any) -> Tensor:
-    """Returns the whole whose shard `local` is, placed as `like`; all ranks with shards call it. Otherwise `local`."""
+    """Returns the tensor of which `local` is a shard, placed as `like`, or `local`; its ranks call this together."""
     return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local
 
 

@@ -82,7 +82,7 @@ class Collective(Exchange):
             self._liveness.await_all(self._global_ranks, call, timeout.total_seconds())
 
     def duplicate(self) -> "Collective":
-        """Returns a Collective on another process group with the same ranks, backend, timeout. It is never destroyed.
+        """Returns a Collective on another process group of these ranks, backend and timeout, which is never destroyed.
 
         Torch gives a destroyed group's name to the next one of these ranks, which then finds the old addresses.
         """

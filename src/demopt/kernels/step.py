@@ -48,7 +48,7 @@ class Matrix(ctypes.Structure):
 
 
 class Basis(ctypes.Structure):
-    """A basis for kernels, halved twice if `foldable`. `of_columns`: rows are padded; `transposed`: a forward one."""
+    """A basis for kernels; a DCT's rows are halved twice. `of_columns` pads rows; `transposed`: the forward one."""
 
     _fields_ = fields("whole size folded; pointer full odd even middle")
 
@@ -216,7 +216,7 @@ class _Answer(ctypes.Structure):
 
 
 class Kernel:
-    """The kernels for a chunk group, as laid out once by its shapes and bases. `keep` is K; None: signs of all."""
+    """The kernels for a chunk group, laid out once for its shapes and bases. `keep` is K; None: signs of all."""
 
     def __init__(
         self, chunkings: Sequence[Chunking], bases: Bases, inverse_bases: Bases, basis_unit: float, keep: int | None

@@ -82,7 +82,7 @@ class LocalWeights(Follower):
         return len(wanted) > len(known)
 
     @property
-    def have_start(self) -> bool:  # type: ignore[override]
+    def have_start(self) -> bool:
         return bool(self.start_of)
 
     def fingerprint(self) -> int:

@@ -32,7 +32,11 @@ class Follower:
     """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
 
     steps = 0  #: local ones since the last round
-    have_start = False  #: whether they carry a pseudo-gradient from before the last round
+
+    @property
+    def have_start(self) -> bool:
+        """Whether they carry a pseudo-gradient from before the last round."""
+        return False
 
     def follow(self, finite: bool, stage: Stage) -> None:
         """After a round was extracted, it has come to this stage; `finite`: its gradients were."""

@@ -49,7 +49,7 @@ class Reading:
     returned: list[Span] = field(default_factory=list)  # to be handed out again, first of all
 
     def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> "Reading":
-        """Returns the next round's. `read`: how many of its numbers a sender has read; `wanted`: how many each gets."""
+        """Returns the next round's reading. `read`: how many of its numbers each has read; `wanted`: is to hold."""
         held, returned, unread = {}, list(self.returned), self.unread
         for worker in sorted(self.held):
             rest = [*_without(self.held[worker], read.get(worker, 0))]

@@ -72,7 +72,7 @@ class Tokens:
 
 
 def _check_unchanged(file: Path, opened: os.stat_result) -> None:
-    """DemoptError if a mapped file has changed: reads end the process where it shrinks. A replaced one stays."""
+    """Raises DemoptError if a mapped file has changed: where it shrinks, a read ends the process. Replaced is fine."""
     with suppress(OSError):
         now = file.stat()
         same = (now.st_size, now.st_mtime_ns) == (opened.st_size, opened.st_mtime_ns)

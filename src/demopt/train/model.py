@@ -141,7 +141,7 @@ def autocasts(config: TrainConfig, device: torch.device) -> bool:
 
 
 def loss_sum(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> Tensor:
-    """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats; complements are no targets."""
+    """Returns the summed cross-entropy of windows [batch, sequence + 1], in nats; -1 - token stands for no target."""
     signed = torch.from_numpy(windows).to(device)
     tokens, wanted = torch.where(signed < 0, ~signed, signed)[:, :-1], signed[:, 1:].clamp(min=-1)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device)):

@@ -107,7 +107,7 @@ class Connected(Training):
             checkpoint.save(self.out.checkpoints, saved, self.model, optimizer, self.team)
 
     def _reduce(self, rows: list[Row]) -> None:
-        """Makes losses means over ranks, by sequences; shares out the batch; hears who stops. One all-reduce."""
+        """One all-reduce: the losses' means, weighed by sequences; the shares of the batch; who wants to stop."""
         team = self.team
         weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
         speeds = [self.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]

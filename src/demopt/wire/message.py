@@ -105,7 +105,7 @@ def read_headers(messages: Tensor, faults_W: Tensor | None = None) -> list[RawHe
 
 
 def handshake_due(received: list[RawHeader]) -> bool:
-    """Whether a sender announces a layout, or has other settings. Only whole messages count: others differ by rank."""
+    """Whether a sender announces a layout, or has other settings. Ranks may differ in what came: whole ones count."""
     whole = [header for header in received if header.is_whole]
     differ = whole[:1] == received[:1] and not _alike({header.settings for header in whole})
     return differ or any(header.flags & NEW_LAYOUT for header in whole)

@@ -127,7 +127,7 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
 
 
 def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: str = "") -> "FolderExchange":
-    """Opens a run that is there; InputError if none is, or the file has no key. `flags`: of a `demopt train` for it."""
+    """Opens a run that is there; InputError if none is, or the file has no key. `flags`: to start one instead."""
     from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.key import read_key
