@@ -404,6 +404,52 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     assert (first.run.stopping, worker.run.stopping) == (False, True)
 
 
+@pytest.mark.parametrize("missed", ["as it joins", "after it has joined", "for long"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_worker_that_missed_the_end_of_a_run_ends_with_the_weights_of_the_others(missed, delay, tmp_path):
+    """It adds no round; whoever comes later goes on."""
+    address = f"{tmp_path}/run"
+    first, worker = Worker(address, 0, delay=delay, checkpoint_every=2).round(), Worker(address, 1, delay=delay)
+    worker.run.find_run()
+    if missed != "as it joins":
+        worker.join()
+    if missed == "for long":  # until all messages that it has missed are deleted
+        first.round(6)
+    command.stop(address)
+    while not first.run.stopping:
+        first.round()
+    worker.join()
+    while not worker.run.stopping:
+        worker.round()
+    first.run.wait_for_uploads()
+    assert log.newest(first.run.store, first.run.record.identity)[0] == first.rounds  # the end of the run, still
+    assert (worker.rounds, worker.digest) == (first.rounds, first.digest)
+    assert not log.look(first.run.store, worker.rounds).hellos
+    later = Worker(address, 2, delay=delay).join()
+    assert (later.run.stopping, later.digest) == (False, first.digest)
+    assert later.round(3).rounds == first.rounds + 3
+    assert not later.run.stopping
+
+
+@pytest.mark.parametrize("comes", ["before it has joined", "after it has slept"])
+def test_worker_that_missed_a_stop_does_not_stop_those_who_went_on(comes, tmp_path):
+    address = f"{tmp_path}/run"
+    first, worker = Worker(address, 0, checkpoint_every=2).round(), Worker(address, 1)
+    worker.run.find_run()
+    if comes == "after it has slept":
+        worker.join()
+        first.round(6)
+    command.stop(address)
+    while not first.run.stopping:
+        first.round()
+    again = Worker(address, 2).round(4)
+    worker.join()
+    while not worker.run.stopping:
+        worker.step()
+    again.round(2)
+    assert (worker.rounds, again.run.stopping) == (again.rounds - 2, False)
+
+
 def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):
     address = f"{tmp_path}/run"
 

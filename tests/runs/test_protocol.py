@@ -386,7 +386,7 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
             workers.append(kind(len(workers), bare, keep_log=keep_log))
         elif action == "stop":
             if record := log.read_record(bare):
-                log.put_stop(bare, 0, record.identity)
+                log.put_stop(bare, max((worker.rounds for worker in workers), default=0), record.identity)
         elif action == "arrive":
             bare.arrive()
         elif action == "ghost":  # somebody asks to be waited for, ten minutes, and never comes

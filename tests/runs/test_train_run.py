@@ -324,6 +324,9 @@ def test_stop_ends_a_second_train_that_reads_its_text(machines):
     assert machines.code(first) == 130
     (machines.allowed / GONE).touch()
     assert machines.code(second) == 130, machines.said("second")
+    ends = [re.search(r"weights after .*", machines.said(out))[0] for out in ("first", "second")]
+    assert ends[0] == ends[1]
+    assert "demopt stop ended the run after step" in machines.said("second")
 
 
 def test_stop_ends_all_machines_and_a_join_goes_on(machines):

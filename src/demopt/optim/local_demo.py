@@ -415,7 +415,10 @@ class LocalDeMo(ReplicatedOptimizer):
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         was_left_open, background = self._left_open, self.replicator.options.background
+        was_over = self._rounds.is_over
         self._rounds.end_open_round()
+        if self._rounds.is_over and not was_over:  # the others add none after that round either
+            return
         spent = self.replicator.stats if was_left_open else Stats()  # by earlier rounds of this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read

@@ -126,6 +126,11 @@ class Rounds:
         return False
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, by all that this rank knows: it then adds no round."""
+        return False
+
+    @property
     def has_joined(self) -> bool:
         """Whether the next local step needs nothing of other ranks before it."""
         replicator = self.replicator

@@ -530,6 +530,12 @@ class FolderExchange(VaryingExchange):
             self.say_once(f"{error}; it is ignored")
             return None
 
+    @property
+    def stop_asked_in(self) -> int | None:
+        """The round that was open when the newest wish to stop came; None if it is older than this worker."""
+        wish = self._wish()
+        return None if wish is None or wish == self._old_stop else log.asked_in(wish)
+
     def _hears_stop(self) -> bool:
         """Whether the run has a wish to stop that is newer than this worker; reads it until then."""
         if self._heard_stop == math.inf and self._record is not None and self._wish() not in (None, self._old_stop):

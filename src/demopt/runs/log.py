@@ -267,6 +267,12 @@ def read_stop(store: Store, run: str) -> bytes | None:
     return found
 
 
+def asked_in(wish: bytes) -> int:
+    """Returns the round that was open when a wish to stop came."""
+    found = re.fullmatch(rb"\S+ (\d{1,8}) .*\s*", wish)
+    return int(found[1]) if found else 0
+
+
 def hello_name(number: int, worker: str) -> str:
     return f"{folder_of(number)}/{worker}.hello"
 

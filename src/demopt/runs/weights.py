@@ -170,11 +170,21 @@ class FolderRounds(Rounds):
                 self._follow_run()
                 if self._unchecked_from is not None:
                     self._drop_if_sent_since(self._unchecked_from)
-            run.stopping = self._is_behind = False  # which rounds of before, just followed, may have set
+            run.stopping, self._is_behind = self._was_stopped, False  # which rounds of before it came may have set
         self._unchecked_from = None
-        run.hello(self._number)
+        if not run.stopping:
+            run.hello(self._number)
         run.joined = True
         return not started
+
+    @property
+    def _was_stopped(self) -> bool:
+        """Whether a round that these weights have, maybe by a checkpoint, ended the run since this worker came."""
+        asked_in, decided = self.run.stop_asked_in, self.run.decided
+        if asked_in is None or decided is None:
+            return False
+        found = map(self._manifest, range(asked_in, decided.round + 1))
+        return any(manifest is not None and manifest.stop for manifest in found)
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -384,11 +394,10 @@ class FolderRounds(Rounds):
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        return self.run.misses > 0 and not (self._leaves or self._is_over or self.replicator.in_flight)
+        return self.run.misses > 0 and not (self._leaves or self.is_over or self.replicator.in_flight)
 
     @property
-    def _is_over(self) -> bool:
-        """Whether the run has ended, by all that this worker knows: it then adds no round."""
+    def is_over(self) -> bool:
         run = self.run
         return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
 
@@ -396,7 +405,7 @@ class FolderRounds(Rounds):
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
         with self._carrying_steps():
             self._follow_run()
-        if not (self._leaves or self._is_over):
+        if not (self._leaves or self.is_over):
             self.run.hello(self._number)
         self._is_behind = False
         if self.run.last is not None and self._may_be_last(self.run.last):
@@ -587,6 +596,8 @@ class FolderRounds(Rounds):
             return None
 
         run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
+        if run.joined:  # one of the rounds that were not read may have ended the run
+            run.stopping = run.stopping or self._was_stopped
 
     def lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.

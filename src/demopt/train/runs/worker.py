@@ -277,6 +277,8 @@ class Worker(Training):
         if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
             self.optimizer.flush()
             self._hear(loss)
+            if self.run.stopping and self.number != self.config.steps:  # all end after that round
+                return self.optimizer.stats
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.speed}
         if self.config.top_k is None:
