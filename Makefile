@@ -74,10 +74,10 @@ $(VENV)/azurite/.installed: $(VENV)/bin/pip
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3.37.0; fi
 	touch $@
 
-# The documentation site, offline: site/index.html.
+# The documentation site, offline: site/index.html. A warning fails it; with --quiet mkdocs would not count any.
 .PHONY: docs
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 $(VENV)/.docs: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) --editable '.[train,docs]'

@@ -51,6 +51,12 @@ def commands(text):
     return [arguments for arguments in found if arguments]
 
 
+def sections(text):
+    """The names by which links reach the headings of a document."""
+    headings = re.findall(r"^#+ (.+)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_documented_commands_and_python_parse_and_links_exist(document):
     text, app = (ROOT / document).read_text(encoding="utf-8"), build_app()
@@ -68,8 +74,11 @@ def test_documented_commands_and_python_parse_and_links_exist(document):
             parsed = COMPARE.make_context("compare", shlex.split(words)).params
             if parsed["study"] != "SETTING":
                 chosen(parsed["study"], parsed["only"] or ())
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
-        assert (ROOT / document.parent / target).exists(), target
+    for target, section in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        path = (ROOT / document.parent / target).resolve() if target else ROOT / document
+        assert path.exists(), target
+        assert document.parts[0] != "docs" or path.is_relative_to(ROOT / "docs"), f"{target} is not on the site"
+        assert not section or section in sections(path.read_text(encoding="utf-8")), f"{target}#{section}"
 
 
 def test_navigation_has_every_page_once():

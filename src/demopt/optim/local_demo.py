@@ -66,7 +66,8 @@ class LocalDeMo(ReplicatedOptimizer):
             with signs, so that bytes do not grow with W; results differ from those of "gather". "auto":
             "gather" with up to 4 ranks, with top_k or clip_to_median, and in a folder; otherwise the one that receives
             fewer bytes (`stats.route`).
-        codec, process_group: as in `DeMo`.
+        codec: as in `DeMo`.
+        process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
         state_device: None: global weights, error and outer momentum are beside each parameter. "cpu": in the host's
             memory, where rounds are computed too, so that an accelerator holds nothing more, and only copies its local
