@@ -75,12 +75,13 @@ class Stats:
         return replace(self, seconds={**self.seconds, stage: spent}, **changes)
 
     def after(self, earlier: "Stats") -> "Stats":
-        """Returns a copy with the bytes and seconds of an earlier round in the same step added."""
-        bytes_of = ("payload_bytes", "sent_bytes", "received_bytes")
+        """Returns a copy with the traffic and seconds of an earlier round in the same step added."""
         stages = {**earlier.seconds, **self.seconds}
         return replace(
             self,
-            **{name: getattr(earlier, name) + getattr(self, name) for name in bytes_of},
+            payload_bytes=max(earlier.payload_bytes, self.payload_bytes),  # of one message, not of the link
+            sent_bytes=earlier.sent_bytes + self.sent_bytes,
+            received_bytes=earlier.received_bytes + self.received_bytes,
             seconds={stage: earlier.seconds.get(stage, 0.0) + self.seconds.get(stage, 0.0) for stage in stages},
         )
 
