@@ -298,7 +298,16 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     assert {*read} == {*range(number)}
     assert {each for each, times in read.items() if times > 1} <= lost(machines.store)
     assert machines.said("third").count("final validation loss") == 1
-    assert machines.told("status").startswith("done: run ")
+    status = machines.told("status")
+    assert status.startswith("done: run ")
+    (step,) = {machines.rows(out)[-1]["step"] for out in ("first", "third")}
+    assert f"\nstep {step}  round " in status
+    for out in ("first", "third"):
+        assert re.search(
+            rf"^step {step}  epoch 1\.00/1  .* parameters, {step} steps\s", machines.said(out), re.M | re.S
+        )
+    tokens = {row["tokens"] for out in ("first", "third") for row in machines.rows(out) if row["step"] == step}
+    assert tokens == {32 * sum(read.values())}
 
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
@@ -347,7 +356,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     (machines.allowed / GONE).touch()
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
-    assert machines.rows("second")[-1]["tokens"] == 1280  # from its first round on
+    assert machines.rows("second")[-1]["tokens"] == 1600  # of both: in four rounds one message, in one two
     assert machines.end_alike(first=machines.join("first")) == f"weights after 4 rounds: sha256 {digest}\n"
     assert "final train loss" not in machines.said("first")  # its steps were not the last
     assert re.match(r"done: run (?!.*awaited)", machines.told("status"), re.DOTALL)
@@ -496,9 +505,13 @@ def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
     for out in ("first", "second"):
         rows = machines.rows(out)
         assert {row["workers"] for row in rows if row["step"] > 10} == {2}  # also between rounds
-        speed = rows[-1]["tokens"] / len(rows) / statistics.mean(row["step_seconds"] for row in rows[10:])
-        told = rf"local, 2 workers, .* {len(rows)} steps\s.*DDP, computed .* per second +│ +{speed:,.0f} "
+        speed = 9 * 32 / statistics.mean(row["step_seconds"] for row in rows[10:])
+        told = rf"local, 2 workers, .* 40 steps\s.*DDP, computed .* per second +│ +{speed:,.0f} "
         assert re.search(told, machines.said(out), re.DOTALL)
+    totals = [
+        {row["round"]: row["tokens"] for row in machines.rows(out) if "round" in row} for out in ("first", "second")
+    ]
+    assert totals[1].items() <= totals[0].items()
     one, other = ({row["step"]: row["batch"] for row in machines.rows(out)} for out in ("first", "second"))
     assert {one[step] + other[step] for step in range(11, 41)} == {9}  # both know both speeds
     for number in range(2, 8):

@@ -183,6 +183,13 @@ def test_first_step_of_a_folder_has_the_speed_of_all_workers_and_no_traffic(batc
     assert capsys.readouterr().out == f"step 1/800  loss 6.000  {told} tok/s  3 workers\n"
 
 
+def test_speed_is_that_of_the_workers_of_each_step(capsys, clock):
+    with Screen(TrainConfig(steps=20, sequence=256, batch=4), 0) as shown:
+        for step in range(1, 21):
+            shown.step(row_of(step, workers=1 if step < 16 else 5))
+    assert f"  {(15 * 1024 + 5 * 5120) / 4:,.0f} tok/s  " in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_line_has_at_most_79_letters_whatever_the_numbers_are():
     fields = ["step 123456/1000000", "loss 12.345", "val 12.345", "12 d 23 h left", "999,999 tok/s", "999.9 MB/step"]
     assert len(fitting([*fields, "1024 workers", "round 123456"], LINE)) <= LINE

@@ -140,6 +140,11 @@ def train_steps(training: Training) -> None:
         rows.clear()
         training.after_report(row)
 
+    def note_progress() -> None:
+        rows[-1] |= {"step": training.number, "tokens": training.tokens}
+        if training.part is not None and config.epochs:
+            rows[-1]["epoch"] = training.part * config.epochs
+
     began = time.perf_counter()
     while drawn := training.draw():
         step, lr = training.number, learning_rate(config, training.number, training.part)
@@ -149,13 +154,13 @@ def train_steps(training: Training) -> None:
         rows.append({"step": step, "loss": loss, "lr": lr})
         pause = step % config.eval_every == 0 or step % config.save_every == 0 or training.ended
         complete = training.take_step(rows, computing, pause)
-        if training.part is not None and config.epochs:
-            rows[-1]["epoch"] = training.part * config.epochs
-        rows[-1] |= {"tokens": training.tokens, "step_seconds": time.perf_counter() - began}
+        note_progress()
+        rows[-1]["step_seconds"] = time.perf_counter() - began
         if complete:
             report()
         began = time.perf_counter()
     if rows:
+        note_progress()
         report()
 
 

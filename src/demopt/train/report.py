@@ -23,7 +23,7 @@ from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.method import FLOAT32_BYTES, activations_of, in_words, memory_of
 from demopt.train.model import count_parameters, save
 from demopt.train.out import OutFolder, Row
-from demopt.train.screen import WARM_UP, Screen
+from demopt.train.screen import WARM_UP, Screen, tokens_of
 
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 WIDE, HIGH, EDGE = 720, 260, 56  # of the picture: a panel, and the room for numbers beside it
@@ -116,7 +116,7 @@ def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus, last
     if rows and last:
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
     if rows:  # a worker that has joined a run after its last step has none
-        out.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
+        out.picture.write_text(svg(rows, f"{config.optimizer}, {rows[-1]['step']} steps"), encoding="utf-8")
         print(f"the curves are in {out.picture}")
     print(f"the model is in {out.model}" + (f", with its adapters merged in {out.merged}" if config.merge else ""))
 
@@ -125,7 +125,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
     workers = int(statistics.mode(row.get("workers") or config.workers for row in rows))  # in most rounds of a folder
     team = f"{workers} worker{'s' * (workers != 1)}"
-    table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
+    table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {rows[-1]['step']} steps")
     table.add_column()
     table.add_column("this run", justify="right")
     counted = config.optimizer != "adamw"
@@ -142,7 +142,9 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         table.add_row("final validation loss, nats per byte", f"{final / (bytes_per_token or 1):.4f}")
     # Not the median, which has no round; the first steps warm up, or compile.
     seconds = statistics.mean(row["step_seconds"] for row in rows[min(WARM_UP, len(rows) // 2) :])
-    table.add_row("tokens per second", f"{rows[-1]['tokens'] / len(rows) / seconds:,.0f}")
+    in_folder = "workers" in rows[-1]  # where tokens are also those of steps without this worker
+    tokens = statistics.mean(tokens_of(row, config) for row in rows) if in_folder else rows[-1]["tokens"] / len(rows)
+    table.add_row("tokens per second", f"{tokens / seconds:,.0f}")
     if counted:
         exchange = sum(row.get("exchange_seconds") or 0.0 for row in rows)
         table.add_row("share of the step in exchange", f"{exchange / sum(row['step_seconds'] for row in rows):.1%}")

@@ -47,6 +47,7 @@ class Screen(ExitStack):
         now, epochs = time.monotonic(), self._config.epochs
         part = row.get("epoch", 0.0) / epochs if epochs else row["step"] / (self._config.steps or 1)  # of the run
         self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
+        self._sums["tokens"] += tokens_of(row, self._config)
         fields = self._fields(row, part, now)
         if row["step"] - self._done >= WARM_UP and self._warm is None:
             self._warm = row["step"], part, now
@@ -62,7 +63,7 @@ class Screen(ExitStack):
         """Returns the parts of a line, the most important first."""
         step, steps, sums = row["step"], row["step"] - self._done, self._sums
         workers = row.get("workers", self._config.workers)
-        speed = replace(self._config, workers=workers).tokens_per_step * steps / sums["step_seconds"]
+        speed = sums["tokens"] / sums["step_seconds"]
         traffic = max(sums["sent_bytes"], sums["received_bytes"]) / steps
         fields = [f"step {step}/{self._config.steps}" if self._config.steps else f"step {step}"]
         fields += [f"epoch {row.get('epoch', 0.0):.2f}/{self._config.epochs}"] if self._config.epochs else []
@@ -76,6 +77,11 @@ class Screen(ExitStack):
         fields += [f"{workers} worker{'s' * (workers != 1)}"] if "workers" in row else []  # of a run in a folder
         fields += [f"round {row['round']}"] if "round" in row else []
         return fields
+
+
+def tokens_of(row: Row, config: TrainConfig) -> int:
+    """Returns the tokens of a step of all workers, which in a folder come and go."""
+    return replace(config, workers=row.get("workers", config.workers)).tokens_per_step
 
 
 def fitting(fields: list[str], width: int) -> str:

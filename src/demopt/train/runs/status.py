@@ -1,5 +1,6 @@
 """How far a run is, and whom it waits for: read from its folder, without joining."""
 
+import statistics
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
@@ -16,7 +17,7 @@ from demopt.runs.store import Store
 from demopt.train.screen import duration
 
 #: The numbers in a worker's note that others read, and the largest of each that a training run can have.
-NUMBERS = {"loss": 1e6, "val_loss": 1e6, "sequences": float(1 << 32), "speed": 1e9}
+NUMBERS = {"loss": 1e6, "val_loss": 1e6, "sequences": float(1 << 32), "before": float(1 << 53), "speed": 1e9}
 SPANS = (32, 16, 8, 4, 2, 1)  # rounds that the time of a round is measured over: the first that one worker has proposed
 SKEW = 60.0  # seconds that clocks may differ by
 
@@ -130,6 +131,15 @@ def _seconds_between(one: str, other: str) -> float | None:
         found = (datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds()
         return max(0.0, round(found, 1)) if found > -SKEW else None
     return None
+
+
+def sequences_so_far(store: Store, run: str, last: Manifest | None) -> int:
+    """Returns the sequences of all messages up to a manifest: its own, and those that its senders know of before."""
+    while last is not None and not last.senders:  # it moved nothing
+        last = log.read_manifest(store, run, last.round - 1)
+    notes = [numbers_of(sender.note) for sender in last.senders] if last else []
+    before = statistics.median_high(note.get("before", 0) for note in notes) if notes else 0
+    return int(before + sum(note.get("sequences", 0) for note in notes))
 
 
 def numbers_of(note: Any) -> dict[str, float]:

@@ -31,7 +31,7 @@ from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import open_run, typed
-from demopt.train.runs.status import numbers_of
+from demopt.train.runs.status import numbers_of, sequences_so_far
 from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
 #: The settings that a machine takes from a run: those that must be equal, and where its text, model and tokenizer are.
@@ -145,6 +145,7 @@ class Worker(Training):
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         self.drawn = 0  # windows of this worker's stream
         self._step_sequences = 0  # of that step
+        self._sequences = 0  # of all workers, in the rounds that the weights have
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
@@ -191,8 +192,7 @@ class Worker(Training):
             if not begun:
                 key = f" --key-file {typed(config.key_file)}" if config.key_file else ""
                 report.say(f"others: demopt join {typed(config.run)}{key} --out runs/joined")
-            # of all workers, in the rounds that this one has seen
-            self.tokens = max((row["tokens"] for row in out.read_metrics()), default=0)
+            self._count()
             self._hear()  # of a round that an error had left open
             self._heard = {}
             out.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
@@ -242,6 +242,8 @@ class Worker(Training):
             else:
                 run.leaving = run.asked_to_stop()
                 self._finish_round(math.nan)
+        if run.total:
+            self.number = self.steps_done  # rounds may have come since the last step
         return []
 
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
@@ -255,6 +257,7 @@ class Worker(Training):
         stats = self.optimizer.stats
         if run.leaving or has_read_all or self.optimizer.due:
             stats = self._finish_round(row["loss"])
+            self.number = max(self.number, self.steps_done)  # the run's, also of a round that ended early
         senders = run.decided.senders if run.decided else ()
         row |= {"batch": self._step_sequences, "workers": max(1, len(senders)), **self._heard}
         row |= cost_of(stats, sum(stats.seconds.values()))
@@ -280,7 +283,7 @@ class Worker(Training):
             if self.run.stopping and self.number != self.config.steps:  # all end after that round
                 return self.optimizer.stats
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
-        self.run.note |= {**self._validated, "speed": self.speed}
+        self.run.note |= {**self._validated, "speed": self.speed, "before": self._sequences}
         if self.config.top_k is None:
             self.optimizer.samples = min(max(1, self.run.unsent), (1 << 32) - 1)  # a small machine counts as that
         # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
@@ -292,14 +295,19 @@ class Worker(Training):
             self._hear(loss)
         return self.optimizer.stats.after(stats) if self.run.leaving and in_flight else stats
 
+    def _count(self) -> None:
+        """Counts the sequences of all rounds that the weights have, and their tokens."""
+        self._sequences = sequences_so_far(self.run.store, self.run.record.identity, self.run.decided)
+        self.tokens = self._sequences * (self.config.sequence or 0)
+
     def _hear(self, loss: float = math.nan) -> None:
         """Notes a new outcome for the next row; reports workers that came, left, or were waited for."""
         run, last, report = self.run, self.run.last, self.report
         if last is None or last.manifest is self._last:
             return
         self._last = manifest = last.manifest
+        self._count()
         notes = [numbers_of(sender.note) for sender in manifest.senders]
-        self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
             whom = ", ".join(last.waited_for) or "the store"
             report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
