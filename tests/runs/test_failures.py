@@ -83,6 +83,21 @@ def test_server_error_has_its_row_with_code_and_message(words, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        (error("AccessDenied", ""), r"\(403 AccessDenied\)"),  # Ceph's have no message
+        (error("", "no right"), r"\(403 no right\)"),
+        (error("", ""), r"\(403 Forbidden: .*\)"),
+        ('{"error": {"code": 403, "message": ""}}', r"\(403 Forbidden: .*\)"),
+        ("", r"\(403 Forbidden\)"),
+    ],
+)
+def test_server_may_leave_out_code_or_message(body, cause, monkeypatch):
+    with small_s3(monkeypatch, lambda *_: (403, body)), pytest.raises(StoreError, match=f"access denied.*{cause}"):
+        open_store("s3://bucket/run").list("rounds")
+
+
+@pytest.mark.parametrize(
     ("words", "endpoint", "cause"),
     [
         ("no connection", "http://127.0.0.1:9", "tcp connect error, 127.0.0.1:9, Connection refused"),

@@ -130,7 +130,7 @@ def _cause(error: Exception) -> str:
     code, message = (
         re.search(rf"<{tag}>(.*?)</{tag}>|\"{tag.lower()}\": *\"(.*?)\"", text, re.S) for tag in ("Code", "Message")
     )
-    known = [found[1] or found[2] for found in (code, message) if found]
+    known = [said for found in (code, message) if found and (said := found[1] or found[2])]
     if known:
         found = f"{status[1] if status else ''} {': '.join(known)}"
     elif isinstance(error, OSError) and error.strerror:
@@ -145,5 +145,6 @@ def _cause(error: Exception) -> str:
                 parts.append(f"through the proxy of {name}")
         found = ", ".join(filter(None, parts))
     else:
-        found = text.partition("\n\nDebug source")[0].rpartition(" - ")[2]
+        answer = text.partition("\n\nDebug source")[0].rpartition(" - ")[2]
+        found = answer.removeprefix("Server returned non-2xx status code: ").rstrip(": ")
     return "".join(letter if letter.isprintable() else " " for letter in found.strip())[:300]
