@@ -21,7 +21,7 @@ STILL = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)  # ti
 def time_by(clock: Any, *more: str) -> Iterator[None]:
     """The modules of a run take their time from a clock."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("exchange", "inbox", "weights", *more):
+        for module in ("exchange", "open_round", "weights", *more):
             patch.setattr(f"demopt.runs.{module}.time", clock)
         yield
 

@@ -20,7 +20,7 @@ from demopt import DriftError, FolderExchange
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
 from demopt.runs import log, weights
-from demopt.runs.inbox import CoveredError, ForkedError
+from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore
 from demopt.train.runs import command
@@ -132,7 +132,7 @@ def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
     [("rounds/00000000/manifest", "is its disk mounted"), ("rounds/00000001/w1.message", "w1.message is gone")],
 )
 def test_wish_to_stop_ends_the_waits_of_a_round_and_each_local_step_is_applied_once(gone, told, tmp_path, monkeypatch):
-    monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.1)
+    monkeypatch.setattr("demopt.runs.open_round.TOLD_AFTER", 0.1)
     store = stores.make("folder", tmp_path, monkeypatch)
     worker, other = Counter(store, 0, 0), Counter(store, 1, 0)
     worker.run._patient.patience = 600.0
@@ -497,18 +497,18 @@ def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others
 
 @pytest.mark.parametrize("older", [False, True])
 def test_manifest_is_not_put_where_another_run_or_an_older_copy_has_replaced_the_run(older, store, monkeypatch):
-    monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.0)
+    monkeypatch.setattr("demopt.runs.open_round.TOLD_AFTER", 0.0)
     worker = Worker(store, 0).round()
-    decide, mine = worker.run._manifest_of, worker.run.record.identity.encode()
+    wait, mine = OpenRound._wait, worker.run.record.identity.encode()
 
     def replaced(*given):
         if older:
             store.delete([log.manifest_name(0)])
         else:
             stores.change(store, log.RECORD, lambda data: data.replace(mine, b"another"))
-        return decide(*given)
+        return wait(*given)
 
-    worker.run._manifest_of = replaced
+    monkeypatch.setattr(OpenRound, "_wait", replaced)
     with pytest.raises(DemoptError, match="the run is gone from" if older else "holds another run than this worker's"):
         worker.round()
     assert not log.look(store, 1).has_manifest
@@ -532,7 +532,7 @@ def test_checkpoints_do_not_queue_behind_a_slow_upload_and_a_wait_for_it_is_told
     while worker.rounds < 12:  # more than there are requests at once
         worker.step()
     worker.run.say = lambda text: (worker.said.append(text), done.set())
-    monkeypatch.setattr("demopt.runs.exchange._TOLD_AFTER", 0.0)
+    monkeypatch.setattr("demopt.runs.open_round.TOLD_AFTER", 0.0)
     worker.run.wait_for_uploads()
     assert log.checkpoints(store) == [0, 1]
     assert ["left out" in said for said in worker.said] == [True, False]
@@ -581,7 +581,7 @@ def test_requests_of_a_round_are_those_of_the_documents(count):
 
 
 def test_worker_whose_look_has_listed_its_own_message_does_not_read_that(monkeypatch):
-    monkeypatch.setattr("demopt.runs.exchange._STILL_THERE", math.inf)  # the put goes beside the look at any speed
+    monkeypatch.setattr("demopt.runs.open_round._STILL_THERE", math.inf)  # the put goes beside the look at any speed
     bare, calls = ObjectStore(), []
 
     def hook(call):

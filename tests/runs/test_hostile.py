@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from workers import Worker, at_first, joined, replayed, rounds, together, waiting
 
 from demopt.errors import DemoptError, ExchangeError, MessageError
-from demopt.runs import exchange, inbox, log
+from demopt.runs import log, open_round
 from demopt.runs.disk import Disk
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
@@ -122,8 +122,10 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
 def test_hellos_are_read_few_at_a_look_and_one_that_cannot_be_read_yet_at_the_next(store):
     run = Worker(store, 0).join().run
     log.put_hello(store, 0, run.record.identity, "w-1", 1.5)
-    attached = inbox.Attached(dataclasses.replace(MESSAGE, worker=run.worker), None, 0.0)
-    box = inbox.Inbox(run, None, types.SimpleNamespace(round_number=0), attached)
+    attached = open_round.Attached(dataclasses.replace(MESSAGE, worker=run.worker), None, 0.0)
+    box = open_round.OpenRound(
+        run, None, types.SimpleNamespace(round_number=0), torch.empty(0, dtype=torch.uint8), attached
+    )
     box.look()
     run.store.get = at_first(lambda *_: None, run.store.get)
     box.read_new()
@@ -332,7 +334,7 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
     liar, *others, joiner = (Worker(store, seed, key=KEY, weights=0, checkpoint_every=100) for seed in range(4))
     for worker in (liar, *others):
         worker.join()
-    before, propose = others[0].digest, liar.run._propose
+    before, propose = others[0].digest, liar.run.propose
     liar.round()  # it waits for nobody
     assert (liar.run.decided.senders, liar.digest) == ([], before)
     assert any("round 1: fewer than half of its members have sent a message" in text for text in liar.said)
@@ -341,10 +343,10 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
 
     def forge(manifest):
         sent = liar.optimizer.replicator.round
-        own = log.Sender("w0", log.digest(inbox.envelope_of(sent.attached, sent.message).packed()), 1)
+        own = log.Sender("w0", log.digest(open_round.envelope_of(sent.attached, sent.message).packed()), 1)
         return propose(dataclasses.replace(manifest, senders=[own], members={"w0": 0}))
 
-    liar.run.late, liar.run._propose = 0.0, forge
+    liar.run.late, liar.run.propose = 0.0, forge
     liar.round()
     assert liar.senders == ["w0"]
     for parameter in liar.optimizer.replicator.parameters:
@@ -355,17 +357,17 @@ def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
 
 
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
-    monkeypatch.setattr(exchange, "_SEEN", 0.0)
+    monkeypatch.setattr(open_round, "_SEEN", 0.0)
     store, may_decide = stores.Through(ObjectStore()), threading.Event()
     blind, victim = Worker(store, 0, late=60.0, sync_every=1).join(), Worker(store, 1, late=1e9, sync_every=1)
-    propose, decide = blind.run._propose, victim.run._propose
+    propose, decide = blind.run.propose, victim.run.propose
 
     def itself_alone(manifest):
         own = [sender for sender in manifest.senders if sender.worker == "w0"]
         return propose(dataclasses.replace(manifest, senders=own))
 
     # The victim may see the other's message before the other's manifest.
-    blind.run._propose, victim.run._propose = itself_alone, lambda manifest: may_decide.wait() and decide(manifest)
+    blind.run.propose, victim.run.propose = itself_alone, lambda manifest: may_decide.wait() and decide(manifest)
     for turn in range(2):
         may_decide.clear()
         with waiting(victim.step, store, victim.rounds):
@@ -383,10 +385,10 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
 
 
 def test_message_that_came_after_the_manifest_was_not_overlooked(monkeypatch):
-    monkeypatch.setattr(exchange, "_SEEN", 0.0)
+    monkeypatch.setattr(open_round, "_SEEN", 0.0)
     other, victim = joined(ObjectStore(), sync_every=1)
-    put, decides = victim.run._put, torch.enable_grad()(other.step)
-    victim.run._put = lambda mine: (decides(), put(mine))[1]
+    put, decides = victim.run.put, torch.enable_grad()(other.step)
+    victim.run.put = lambda mine: (decides(), put(mine))[1]
     victim.step()
     assert (victim.run.row, victim.run.last.overlooked) == (None, False)
 

@@ -28,7 +28,7 @@ from demopt.replicator.rounds import Follower
 from demopt.replicator.route import Result
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.inbox import tensor_of
+from demopt.runs.open_round import tensor_of
 from demopt.runs.store import ObjectStore, Store, StoreError
 from demopt.runs.weights import FolderRounds
 from demopt.wire.message import HEADER_BYTES, Header
@@ -459,5 +459,6 @@ def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(action
 @hypothesis.settings(max_examples=max(40, hypothesis.settings.default.max_examples // 5))
 @hypothesis.example(actions_of("late 0 40, late 1 40, ghost 0 1, late 0 40, late 1 40"), False)
 def test_all_hear_a_wish_to_stop_while_they_wait_for_one_that_never_comes(actions, keep_log):
-    with patch("demopt.runs.exchange._TOLD_AFTER", -1.0):  # time stands still
+    at_once = (patch(f"demopt.runs.{module}.TOLD_AFTER", -1.0) for module in ("exchange", "open_round"))
+    with next(at_once), next(at_once):  # time stands still
         play(actions, keep_log, stops=True)

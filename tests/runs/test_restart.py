@@ -17,7 +17,7 @@ from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsErro
 from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.inbox import CoveredError
+from demopt.runs.open_round import CoveredError
 from demopt.runs.store import ObjectStore, StoreError
 from demopt.train.runs.status import progress, status_of
 

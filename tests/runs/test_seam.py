@@ -18,6 +18,7 @@ import forked
 from demopt import FolderExchange
 from demopt.errors import SettingsError
 from demopt.runs import log
+from demopt.runs.open_round import OpenRound
 from demopt.runs.store import ObjectStore
 from demopt.train.config import TrainConfig
 from demopt.train.runs import worker as trainers
@@ -134,7 +135,14 @@ def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(s
 @contextlib.contextmanager
 def interrupted(worker):
     """In the block a worker sends its message, and is interrupted before it knows the manifest."""
-    with pytest.raises(KeyboardInterrupt), patch.object(worker.run, "_manifest_of", side_effect=KeyboardInterrupt):
+    wait = OpenRound._wait
+
+    def interrupt(open_round, put_at):
+        if open_round._run is worker.run:
+            raise KeyboardInterrupt
+        return wait(open_round, put_at)
+
+    with pytest.raises(KeyboardInterrupt), patch.object(OpenRound, "_wait", interrupt):
         yield
 
 

@@ -43,7 +43,7 @@ def _command(words, output, allowed, environment, end):
     from demopt.train.runs import worker
     from demopt.train.runs.command import stop
 
-    exchange_round, put = FolderExchange.exchange_round, FolderExchange._put
+    exchange_round, put = FolderExchange.exchange_round, FolderExchange.put
 
     def held(self, wiring, header, *rest):
         while not any(int(path.name) >= header.round_number for path in Path(allowed).glob("[0-9]*")):
@@ -54,7 +54,7 @@ def _command(words, output, allowed, environment, end):
             os.kill(os.getpid(), signal.SIGKILL)
         if end == "failed by a drift" and header.round_number == ENDS:
             self._replicator.parameters[0].data.add_(1.0)
-            return dataclasses.replace(outcome, error=DriftError(ENDS))
+            return dataclasses.replace(outcome, ending="drifted", drift=DriftError(ENDS))
         return outcome
 
     def last(self, mine):
@@ -65,7 +65,7 @@ def _command(words, output, allowed, environment, end):
             raise ExchangeError("the store did not answer")
         return placed
 
-    FolderExchange.exchange_round, FolderExchange._put = held, last
+    FolderExchange.exchange_round, FolderExchange.put = held, last
 
     numbered, load = worker.numbered, worker.load_corpus
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from demopt.errors import DemoptError, MessageError
+from demopt.errors import MessageError
 from demopt.exchange import Meter
 from demopt.replicator.route import Result, read_result
 from demopt.replicator.wiring import Wiring
@@ -56,14 +56,10 @@ class Follower:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A decided round: this rank's row in its list of senders (None: it was left out), and their messages, checked.
-
-    `error`: why it cannot be applied; the row is known all the same.
-    """
+    """A decided round: this rank's row in its list of senders (None: it was left out), and their messages, checked."""
 
     row: int | None
     result: Result | None  # None: it was dropped, after the round
-    error: DemoptError | None = None
 
 
 class VaryingExchange(Meter):

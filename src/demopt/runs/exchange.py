@@ -19,27 +19,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
+from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
 from demopt.replicator.rounds import Moments, VaryingExchange, check_message, join_results
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
 from demopt.runs import log
-from demopt.runs.inbox import (
+from demopt.runs.key import Keyed
+from demopt.runs.log import Envelope, Manifest, Record
+from demopt.runs.open_round import (
     LONGEST,
-    SLACK,
+    POLL,
+    TOLD_AFTER,
     Attached,
     CoveredError,
     FolderOutcome,
-    ForkedError,
-    Inbox,
-    envelope_of,
+    OpenRound,
     renamed,
-    row_of,
     tensor_of,
 )
-from demopt.runs.key import Keyed
-from demopt.runs.log import Envelope, Manifest, Record
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
@@ -51,13 +49,7 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
 T = TypeVar("T")
-_POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
-_EARLY = 0.8  # of the time until a message is due, before it is looked for
-_STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
 _AT_ONCE = 8  # requests
-_SEEN = 1.0  # seconds after which a message that is there must have been listed by all
-_LONG = 10.0  # seconds of waiting for messages until the user hears for whom
-_TOLD_AFTER = 2.0  # seconds until the user hears of a wait, which a wish to stop may end from then on
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 
@@ -145,7 +137,7 @@ class FolderExchange(VaryingExchange):
         self.numbers_read = set[int]()  # numbers that it has given out; they are in no manifest yet
         self._greeted = set[int]()  # rounds in which others wait for this worker
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
-        self._heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
+        self.heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
         self._upload: Future[None] | None = None  # the newest; they come one after the other
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="demopt-upload")
@@ -201,7 +193,7 @@ class FolderExchange(VaryingExchange):
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
-        record, mine = log.read_record(self.store) if self._record is None else self._require_run(), ""
+        record, mine = log.read_record(self.store) if self._record is None else self.require_run(), ""
         if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
             gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)
@@ -228,7 +220,7 @@ class FolderExchange(VaryingExchange):
         self.decided = self.wait_for(read, later) if number else None
         known, self._record = self._record, record
         if known is None or self.stopping:  # otherwise a wish since it has found the run is for this worker, too
-            self._old_stop, self._heard_stop = self._wish(), math.inf
+            self._old_stop, self.heard_stop = self._wish(), math.inf
         return record.identity == mine
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
@@ -298,7 +290,7 @@ class FolderExchange(VaryingExchange):
             reads = Reads(len(self.numbers_read), self.wanted, self.total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self._heard_stop < math.inf, weights=fingerprint, note=note,
+            leaves=self.leaving, stop=self.heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(envelope, self.decided, self.round_began, self.unsent)
@@ -319,81 +311,16 @@ class FolderExchange(VaryingExchange):
 
         It changes nothing that a trainer reads, but counters, because it may run in the background.
         """
-        began, number, decided = time.monotonic(), header.round_number, attached.decided
-        inbox, waited_for = Inbox(self, wiring, header, attached), tuple[str, ...]()
-        mine, put_at, manifest = self._send(envelope_of(attached, message), inbox, attached)
-        ready_at = put_at or time.monotonic()
-        if manifest is None:
-            inbox.add(mine, log.digest(mine.packed()))
-            inbox.read_new()  # what the look beside the put has found: who comes last decides without another one
-            manifest, waited_for = self._manifest_of(inbox, mine, ready_at, decided)
-        error: DemoptError | None = None
-        known_at = inbox.known_at or time.monotonic()
-        if manifest.before != log.digest_of(decided):
-            raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
-        if (row := row_of(mine, manifest)) is not None:  # an earlier attempt may have put it under its second name
-            mine = replace(mine, worker=manifest.senders[row].worker)
-        try:
-            result = self.results_of(manifest, wiring, header, inbox.results)
-        except CoveredError as covered:
-            result, error = join_results(wiring, []), covered
-        if mine.weights is not None and manifest.weights not in (None, mine.weights):
-            told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
-            remedy = "Call resync(), which takes the run's newest weights"
-            error = DriftError(number, [], told, remedy)
-        if mine.worker in manifest.refused:
-            self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        was_there = put_at is not None and inbox.seen_open_at - put_at > _SEEN  # for a second of the open round
-        overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
-        return FolderOutcome(
-            row, result, error, manifest=manifest, envelope=mine,
-            needed=ready_at - attached.round_began,
-            waited=time.monotonic() - began, waited_for=waited_for, overlooked=overlooked, known_at=known_at,
-        )  # fmt: skip
+        return OpenRound(self, wiring, header, message, attached).decide()
 
-    def _send(self, mine: Envelope, inbox: Inbox, attached: Attached) -> tuple[Envelope, float | None, Manifest | None]:
-        """Looks at the round, and puts this worker's message, unless it is late and the round over.
-
-        Returns the message as it is in the store, the time (monotonic) when it was put, and the manifest, if it is
-        there already.
-        """
-        now, members = time.monotonic(), sorted(attached.decided.members if attached.decided else ())
-        looks: list[Callable[[], Any]] = [inbox.look, partial(self._require_round_before, attached.decided)]
-        # Members take turns at reading the wish to stop, and tell the others by their message.
-        if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
-            looks.append(self._hears_stop)
-        # The put may go beside the look, unless
-        may_be_late = now - attached.round_began >= SLACK * mine.seconds + self.late  # no long upload if it is over
-        may_be_gone = now - attached.round_began >= _STILL_THERE  # nothing is put where the manifest before is gone
-        puts_at_once = not (may_be_late or may_be_gone)
-        put = partial(self._put, mine)
-        mine = self.together([*looks, put if puts_at_once else lambda: mine])[-1]
-        put_at, manifest = time.monotonic() if puts_at_once else None, inbox.read_manifest()
-        if manifest is None and not puts_at_once:
-            (mine,) = inbox.read_new(put)
-            put_at = time.monotonic()
-        return mine, put_at, manifest
-
-    def _require_run(self) -> Record:
-        """Waits until the run is in the store, because its disk may be away; SettingsError if that has another one."""
-        found = self.wait_for(partial(log.read_record, self.store), self._gone, self._patient.patience)
+    def require_run(self) -> Record:
+        """Waits until the run is in the store; SettingsError if that has another one."""
+        found = self.wait_while_away(partial(log.read_record, self.store))
         if found.identity != self.record.identity:
             raise SettingsError(f"{self.store.address} holds another run than this worker's")
         return found
 
-    def _require_round_before(self, decided: Manifest | None) -> None:
-        """The same, of the manifest before: nothing is put where it is not. ForkedError if it is another one there."""
-        if decided is None:
-            self._require_run()
-            return
-        read = partial(log.read_manifest, self.store, self.record.identity, decided.round)
-        found = self.wait_for(read, self._gone, self._patient.patience)
-        if found.digest != decided.digest:
-            raise ForkedError(
-                f"round {decided.round + 1} is another one in {self.store.address} than this worker has applied"
-            )
-
-    def _put(self, mine: Envelope) -> Envelope:
+    def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
@@ -416,35 +343,7 @@ class FolderExchange(VaryingExchange):
         except MessageError:  # another's
             return b""
 
-    def _manifest_of(
-        self, inbox: Inbox, mine: Envelope, put_at: float, decided: Manifest | None
-    ) -> tuple[Manifest, tuple[str, ...]]:
-        """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
-
-        Also whom it waited for last. After a wish to stop it waits for nobody longer than `late`.
-        """
-        waited_for = tuple[str, ...]()
-        while True:
-            missing, now = inbox.missing(), time.monotonic()
-            until = max([put_at, *map(inbox.needs_until, missing)])
-            if missing and now < min(until, max(put_at, self._heard_stop)) + self.late:
-                if now - put_at > _LONG:
-                    self.say_once(f"round {mine.round + 1}: waiting for {', '.join(missing)}")
-                due = max(inbox.needs_until(each, slack=1.0) for each in missing)
-                time.sleep(min(_POLL[1], max(_POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
-                inbox.read_new(inbox.look, *([self._hears_stop] if now - put_at > _TOLD_AFTER else []))
-                waited_for = missing
-            elif any(inbox.unread()):
-                inbox.read_new(inbox.look)
-            else:
-                author = replace(mine, stop=mine.stop or self._heard_stop < math.inf)
-                if now - put_at > _TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
-                    self.together([self._require_run, partial(self._require_round_before, decided)])
-                return self._propose(inbox.draft(author)), missing or waited_for
-            if (manifest := inbox.read_manifest()) is not None:
-                return manifest, waited_for
-
-    def _propose(self, manifest: Manifest) -> Manifest:
+    def propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another."""
         number, put = manifest.round, partial(log.propose, self.store, manifest)
         read = partial(log.read_manifest, self.store, manifest.run, number)
@@ -496,7 +395,7 @@ class FolderExchange(VaryingExchange):
         self.left_out = self.left_out + 1 if was_late else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
-        if outcome.error is None:
+        if outcome.ending in ("listed", "left out"):  # otherwise a checkpoint gives it
             self.decided = manifest
         self.round_began = outcome.known_at
         self._obey(manifest)
@@ -518,7 +417,7 @@ class FolderExchange(VaryingExchange):
 
     def _obey(self, manifest: Manifest) -> None:
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
-        self.stopping = self.stopping or manifest.stop or (self._heard_stop < math.inf and self.misses > 8)
+        self.stopping = self.stopping or manifest.stop or (self.heard_stop < math.inf and self.misses > 8)
 
     # The wish to stop
 
@@ -536,11 +435,11 @@ class FolderExchange(VaryingExchange):
         wish = self._wish()
         return None if wish is None or wish == self._old_stop else log.asked_in(wish)
 
-    def _hears_stop(self) -> bool:
+    def hears_stop(self) -> bool:
         """Whether the run has a wish to stop that is newer than this worker; reads it until then."""
-        if self._heard_stop == math.inf and self._record is not None and self._wish() not in (None, self._old_stop):
-            self._heard_stop = time.monotonic()
-        return self._heard_stop < math.inf
+        if self.heard_stop == math.inf and self._record is not None and self._wish() not in (None, self._old_stop):
+            self.heard_stop = time.monotonic()
+        return self.heard_stop < math.inf
 
     # Requests
 
@@ -549,15 +448,19 @@ class FolderExchange(VaryingExchange):
         began, told = time.monotonic(), False
         while (found := read()) is None:
             away = time.monotonic() - began
-            if away >= min(limit, self._patient.patience) or (away > _TOLD_AFTER and self.asked_to_stop()):
+            if away >= min(limit, self._patient.patience) or (away > TOLD_AFTER and self.asked_to_stop()):
                 raise ExchangeError(gone)
-            if away > _TOLD_AFTER and self._hears_stop():
-                limit = min(limit, max(began, self._heard_stop) + self.late - began)
-            if away > _TOLD_AFTER and not told:
+            if away > TOLD_AFTER and self.hears_stop():
+                limit = min(limit, max(began, self.heard_stop) + self.late - began)
+            if away > TOLD_AFTER and not told:
                 told = True
                 self.say(f"{gone}; waiting up to {min(limit, self._patient.patience):.0f} s")
-            time.sleep(min(_POLL[1], _POLL[0] + away / 10))
+            time.sleep(min(POLL[1], POLL[0] + away / 10))
         return found
+
+    def wait_while_away(self, read: Callable[[], T | None]) -> T:
+        """The same for an object that the run has had: its disk may be away."""
+        return self.wait_for(read, self._gone, self._patient.patience)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes requests side by side. RuntimeError in a forked process, which has none of the threads for them."""
@@ -590,7 +493,7 @@ class FolderExchange(VaryingExchange):
     def wait_for_uploads(self) -> None:
         """Waits for all uploads in the background."""
         if self._upload is not None:
-            if wait([self._upload], _TOLD_AFTER).not_done:
+            if wait([self._upload], TOLD_AFTER).not_done:
                 self.say("waiting until the newest checkpoint is uploaded")
             self._upload.result()
 

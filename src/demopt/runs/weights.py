@@ -26,7 +26,9 @@ from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
 from demopt.runs import log
-from demopt.runs.inbox import (
+from demopt.runs.key import ForeignError
+from demopt.runs.log import Manifest
+from demopt.runs.open_round import (
     Attached,
     CoveredError,
     FolderOutcome,
@@ -35,8 +37,6 @@ from demopt.runs.inbox import (
     envelope_of,
     tensor_of,
 )
-from demopt.runs.key import ForeignError
-from demopt.runs.log import Manifest
 
 if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
@@ -242,7 +242,7 @@ class FolderRounds(Rounds):
     def _drop_if_sent_since(self, first: int) -> None:
         """Drops what a state had not sent if this worker has sent a message since round `first`: all was in that one.
 
-        If it lies in the open round, it will count there: `_put` finds it, and gives this worker a second name.
+        If it lies in the open round, it will count there: `put` finds it, and gives this worker a second name.
         """
         run = self.run
         reads = [partial(self._manifest, number) for number in range(first, self._number)]
@@ -320,7 +320,6 @@ class FolderRounds(Rounds):
         """Ends a round whose manifest is known, and for which this worker has sent a message."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
-        is_covered = isinstance(outcome.error, CoveredError)  # by a checkpoint
 
         def end(apply: Callable[[], None]) -> None:
             with uninterrupted():  # so that `decided` is the manifest of the weights
@@ -329,15 +328,17 @@ class FolderRounds(Rounds):
                 has_left = outcome.row is not None or not current.in_momentum
                 self.run.end_round(outcome, current.attached.sequences if has_left else 0)
                 # Later rounds may be decided already. Drifted weights wait for `resync`.
-                self._is_behind = is_covered or (outcome.row is None and outcome.error is None)
+                self._is_behind = outcome.ending in ("left out", "covered")
 
-        if is_covered:
-            self._load_newest(least=self._number + 1, then=lambda: end(replicator.mark_applied))
-        elif outcome.error is None:
-            end(lambda: replicator.apply(messages))
-        else:  # drifted: by the others this worker's message is applied, if it has a row
-            end(replicator.mark_applied)
-            raise outcome.error
+        match outcome.ending:
+            case "listed" | "left out":
+                end(lambda: replicator.apply(messages))
+            case "covered":
+                self._load_newest(least=self._number + 1, then=lambda: end(replicator.mark_applied))
+            case "drifted":  # by the others this worker's message is applied, if it is listed
+                end(replicator.mark_applied)
+                assert outcome.drift is not None
+                raise outcome.drift
 
     def _save_if_due(self, outcome: FolderOutcome) -> None:
         """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.

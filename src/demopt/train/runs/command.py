@@ -110,7 +110,7 @@ def export(
 
 def replay(address: Address, key_file: KeyFile = None) -> int:
     """Compute a run's weights again from the first ones and every message, bit for bit (needs --keep-log)."""
-    from demopt.runs.inbox import CoveredError
+    from demopt.runs.open_round import CoveredError
     from demopt.runs.replay import replay as rounds
 
     last, run = None, open_run(address, key_file, patience=600.0)

@@ -1,17 +1,18 @@
-"""The messages of an open round in a folder, as they come; and a round's outcome."""
+"""An open round in a folder: its messages as they come, the wait for them, the manifest; and its outcome."""
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from demopt.errors import DemoptError, MessageError
-from demopt.replicator.rounds import Outcome, check_message
+from demopt.errors import DemoptError, DriftError, MessageError
+from demopt.replicator.rounds import Outcome, check_message, join_results
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
 from demopt.runs import log
@@ -23,7 +24,18 @@ if TYPE_CHECKING:
 
 SLACK = 1.5  # times the seconds that a worker says it needs
 LONGEST = 600.0  # seconds that a worker may say, and be waited for
+POLL = (0.004, 0.25)  # seconds between looks at what others write: the shortest, and the longest
+TOLD_AFTER = 2.0  # seconds until the user hears of a wait, which a wish to stop may end from then on
 _MOST_HELLOS = 64  # that are read at one look: a stranger may put many
+_EARLY = 0.8  # of the time until a message is due, before it is looked for
+_STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
+_SEEN = 1.0  # seconds after which a message that is there must have been listed by all
+_LONG = 10.0  # seconds of waiting for messages until the user hears for whom
+
+# A round's ending, for a worker that has sent a message:
+# "listed" or "left out" by the manifest; "covered": its messages are gone, and a checkpoint has it; "drifted": the
+# weights that this worker had before it are not the run's
+Ending = Literal["listed", "left out", "covered", "drifted"]
 
 
 class CoveredError(DemoptError):
@@ -48,6 +60,8 @@ class Attached:
 class FolderOutcome(Outcome):
     """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers."""
 
+    ending: Ending
+    drift: DriftError | None  # if drifted
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
     needed: float  # seconds from the round before until the message was put, or the round found to be over
@@ -57,23 +71,128 @@ class FolderOutcome(Outcome):
     known_at: float  # the time (monotonic) when this worker had read the manifest
 
 
-class Inbox:
-    """An open round as this worker sees it: what is there, and what it has read of that.
+class OpenRound:
+    """An open round as this worker sees it: its own message, what is there, and what it has read of that.
 
-    Valid messages are decoded; refused ones have reasons.
+    Valid messages are decoded; refused ones have reasons. Times are of `time.monotonic`.
     """
 
-    def __init__(self, run: "FolderExchange", wiring: Wiring, header: Header, attached: Attached) -> None:
+    def __init__(
+        self, run: "FolderExchange", wiring: Wiring, header: Header, message: Tensor, attached: Attached
+    ) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
+        self.mine = envelope_of(attached, message)  # once it is put, as it is in the store
+        self.put_at: float | None = None  # after the looks beside it; None: it was not put, because the round was over
         self.seen = Seen(set(), set(), False)  # at the last look
-        self.seen_open_at = 0.0  # the time (monotonic) of the last look that found no manifest
+        self.seen_open_at = 0.0  # the time of the last look that found no manifest
         self.known_at = 0.0  # when the manifest was read
+        self.waited_for = tuple[str, ...]()  # the workers, last
         self._unreadable = set[str]()  # workers whose message or hello was listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
         self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
         self._others: set[str] = set()  # hellos that are none
+
+    def decide(self) -> FolderOutcome:
+        """Sends this worker's message, and waits for the round's manifest or proposes it; returns the outcome."""
+        run, number, decided, began = self._run, self._header.round_number, self._attached.decided, time.monotonic()
+        manifest = self._send()
+        ready_at = self.put_at or time.monotonic()
+        if manifest is None:
+            self.add(self.mine, log.digest(self.mine.packed()))
+            self.read_new()  # what the look beside the put has found: who comes last decides without another one
+            manifest = self._wait(ready_at)
+        known_at = self.known_at or time.monotonic()
+        if manifest.before != log.digest_of(decided):
+            raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
+        mine, row = self.mine, row_of(self.mine, manifest)
+        if row is not None:  # an earlier attempt may have put it under its second name
+            mine = replace(mine, worker=manifest.senders[row].worker)
+        ending: Ending = "left out" if row is None else "listed"
+        try:
+            result = run.results_of(manifest, self._wiring, self._header, self.results)
+        except CoveredError:
+            result, ending = join_results(self._wiring, []), "covered"
+        drift = None
+        if mine.weights is not None and manifest.weights not in (None, mine.weights):
+            told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
+            remedy = "Call resync(), which takes the run's newest weights"
+            drift, ending = DriftError(number, [], told, remedy), "drifted"
+        if mine.worker in manifest.refused:
+            run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
+        was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
+        overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
+        return FolderOutcome(
+            row, result, ending=ending, drift=drift, manifest=manifest, envelope=mine,
+            needed=ready_at - self._attached.round_began,
+            waited=time.monotonic() - began, waited_for=self.waited_for, overlooked=overlooked, known_at=known_at,
+        )  # fmt: skip
+
+    def _send(self) -> Manifest | None:
+        """Looks at the round, and puts this worker's message, unless it is late and the round over.
+
+        Returns the manifest, if it is there already.
+        """
+        run, mine, decided = self._run, self.mine, self._attached.decided
+        since_before = time.monotonic() - self._attached.round_began
+        members = sorted(decided.members if decided else ())
+        looks: list[Callable[[], Any]] = [self.look, self._require_round_before]
+        # Members take turns at reading the wish to stop, and tell the others by their message.
+        if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
+            looks.append(run.hears_stop)
+        # The put may go beside the look, unless
+        may_be_late = since_before >= SLACK * mine.seconds + run.late  # no long upload if it is over
+        may_be_gone = since_before >= _STILL_THERE  # nothing is put where the manifest before is gone
+        if not (may_be_late or may_be_gone):
+            *_, self.mine = run.together([*looks, partial(run.put, mine)])
+            self.put_at = time.monotonic()
+            return self.read_manifest()
+        run.together(looks)
+        manifest = self.read_manifest()
+        if manifest is None:
+            (self.mine,) = self.read_new(partial(run.put, mine))
+            self.put_at = time.monotonic()
+        return manifest
+
+    def _require_round_before(self) -> None:
+        """Waits for the manifest before: nothing is put where it is not. ForkedError if it is another one there."""
+        run, decided = self._run, self._attached.decided
+        if decided is None:
+            run.require_run()
+            return
+        read = partial(log.read_manifest, run.store, run.record.identity, decided.round)
+        if run.wait_while_away(read).digest != decided.digest:
+            raise ForkedError(
+                f"round {decided.round + 1} is another one in {run.store.address} than this worker has applied"
+            )
+
+    def _wait(self, put_at: float) -> Manifest:
+        """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
+
+        After a wish to stop it waits for nobody longer than `late`.
+        """
+        run = self._run
+        while True:
+            missing, now = self.missing(), time.monotonic()
+            until = max([put_at, *map(self.needs_until, missing)])
+            if missing and now < min(until, max(put_at, run.heard_stop)) + run.late:
+                if now - put_at > _LONG:
+                    run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
+                due = max(self.needs_until(each, slack=1.0) for each in missing)
+                time.sleep(min(POLL[1], max(POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
+                self.read_new(self.look, *([run.hears_stop] if now - put_at > TOLD_AFTER else []))
+                self.waited_for = missing
+            elif any(self.unread()):
+                self.read_new(self.look)
+            else:
+                author = replace(self.mine, stop=self.mine.stop or run.heard_stop < math.inf)
+                if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
+                    run.together([run.require_run, self._require_round_before])
+                self.waited_for = missing or self.waited_for
+                return run.propose(self.draft(author))
+            if (manifest := self.read_manifest()) is not None:
+                return manifest
 
     def look(self) -> None:
         now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
