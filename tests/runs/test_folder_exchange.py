@@ -7,6 +7,8 @@ import os
 import random
 import re
 import threading
+import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -448,6 +450,24 @@ def test_worker_that_missed_a_stop_does_not_stop_those_who_went_on(comes, tmp_pa
         worker.step()
     again.round(2)
     assert (worker.rounds, again.run.stopping) == (again.rounds - 2, False)
+
+
+def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(store, monkeypatch):
+    first, second = joined(store)
+    first.run.late, slept = 600.0, [0.0]
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        if threading.current_thread() is not threading.main_thread() and not slept[0]:
+            slept[0] = 300.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0], sleep=sleep)
+    monkeypatch.setattr("demopt.runs.open_round.time", clock)
+    with waiting(first.round, store):
+        wait_for(lambda: slept[0])
+        second.round()
+    assert first.run.last.waited_for == ("w1",)
+    assert first.run.last.waited < 200 < first.run.last.slept < 301
 
 
 def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):

@@ -27,6 +27,7 @@ LONGEST = 600.0  # seconds that a worker may say, and be waited for
 POLL = (0.004, 0.25)  # seconds between looks at what others write: the shortest, and the longest
 TOLD_AFTER = 2.0  # seconds until the user hears of a wait, which a wish to stop may end from then on
 _MOST_HELLOS = 64  # that are read at one look: a stranger may put many
+_ASLEEP = 1.0  # seconds that a pause takes too long, from which on the process slept, and others may wait for it
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
 _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
@@ -65,7 +66,8 @@ class FolderOutcome(Outcome):
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
     needed: float  # seconds from the round before until the message was put, or the round found to be over
-    waited: float  # seconds in all
+    waited: float  # seconds in all, without those in which this process slept
+    slept: float  # seconds, as after SIGSTOP, while it waited for the last workers
     waited_for: tuple[str, ...]
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
@@ -87,6 +89,7 @@ class OpenRound:
         self.seen_open_at = 0.0  # the time of the last look that found no manifest
         self.known_at = 0.0  # when the manifest was read
         self.waited_for = tuple[str, ...]()  # the workers, last
+        self.slept = 0.0  # seconds in which this process did not look for them
         self._unreadable = set[str]()  # workers whose message or hello was listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
@@ -126,7 +129,8 @@ class OpenRound:
         return FolderOutcome(
             row, result, ending=ending, drift=drift, manifest=manifest, envelope=mine,
             needed=ready_at - self._attached.round_began,
-            waited=time.monotonic() - began, waited_for=self.waited_for, overlooked=overlooked, known_at=known_at,
+            waited=time.monotonic() - began - self.slept, waited_for=self.waited_for, slept=self.slept,
+            overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 
     def _send(self) -> Manifest | None:
@@ -180,7 +184,10 @@ class OpenRound:
                 if now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
                 due = max(self.needs_until(each, slack=1.0) for each in missing)
-                time.sleep(min(POLL[1], max(POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
+                pause = min(POLL[1], max(POLL[0] + (now - put_at) / 10, _EARLY * (due - now)))
+                time.sleep(pause)
+                more = time.monotonic() - now - pause
+                self.slept += more if more > _ASLEEP else 0.0
                 self.read_new(self.look, *([run.hears_stop] if now - put_at > TOLD_AFTER else []))
                 self.waited_for = missing
             elif any(self.unread()):

@@ -308,6 +308,8 @@ class Worker(Training):
         self._last = manifest = last.manifest
         self._count()
         notes = [numbers_of(sender.note) for sender in manifest.senders]
+        if last.slept > LONG:
+            report.say(f"round {manifest.round + 1}: this worker itself slept for {last.slept:.1f} s")
         if last.waited > LONG:
             whom = ", ".join(last.waited_for) or "the store"
             report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
