@@ -1,5 +1,6 @@
 """Ctrl-C at any line of the library leaves no round half applied: every step counts once, and no worker forks."""
 
+import copy
 import itertools
 import math
 import random
@@ -210,8 +211,9 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
         interrupted(at)
 
 
+@pytest.mark.parametrize("then", [id, copy.deepcopy, lambda optimizer: optimizer.own_state_dict()])
 @pytest.mark.parametrize("local", [False, True])
-def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_free(local):
+def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_a_copy_and_a_state_free(local, then):
     parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
     inner, codec = torch.optim.SGD([parameter], lr=1.0), {**EXACTLY, "process_group": SingleRank()}
     if local:
@@ -227,7 +229,23 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_free(l
         parameter.grad[step] = 1.0
         with nullcontext() if step else pytest.raises(KeyboardInterrupt):
             optimizer.step()
+        then(optimizer)
     assert (-parameter[:2]).tolist() == [1.0 if local else 0.25, 1.0 if local else 0.5]
+
+
+@pytest.mark.parametrize("optimizer_class", [problems.local, problems.demo])
+def test_state_within_a_round_of_connected_ranks_is_refused_and_the_round_goes_on(optimizer_class):
+    optimizer = optimizer_class(SingleRank())
+    exchange = optimizer.replicator.exchange
+
+    def saved():
+        with pytest.raises(RuntimeError, match="state_dict came between extract and apply"):
+            optimizer.own_state_dict()
+        return exchange()
+
+    optimizer.replicator.exchange = saved
+    problems.fingerprints(optimizer, [0])
+    assert int(optimizer.replicator.round_number) == 1
 
 
 def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkeypatch):

@@ -118,10 +118,9 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._owns_round:  # a second interrupt at once has kept the last step from it
-            self.rollback()
+        self._forget_interrupted()
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
-        self._owns_round = True
+        self._owns_round = self._is_in_round = True
         try:
             self.extract()
             self.apply(self.replicator.exchange())
@@ -130,6 +129,8 @@ class DeMo(ReplicatedOptimizer):
             self._owns_round = False
             forget_scale(self)
             raise
+        finally:
+            self._is_in_round = False
         self._owns_round = False
         return loss
 
@@ -211,6 +212,7 @@ class DeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
+        self._forget_interrupted()
         self._follow_state()
         found = super().own_state_dict()
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
@@ -255,6 +257,7 @@ class DeMo(ReplicatedOptimizer):
         self.replicator.restore({parameter: saved.of_replicator for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
+        self._forget_interrupted()
         return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

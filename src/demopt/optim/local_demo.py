@@ -425,7 +425,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
-            self._owns_round = True
+            self._owns_round = self._is_in_round = True
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
@@ -433,8 +433,10 @@ class LocalDeMo(ReplicatedOptimizer):
                 elif current.work is None:
                     self.replicator.send()
             except BaseException:
-                self._rounds.after_error()
+                self._after_error()
                 raise
+            finally:
+                self._is_in_round = False
             self.replicator.stats = spent = self.replicator.stats.after(spent)
             if not self._rounds.sends_again:
                 return
@@ -524,8 +526,11 @@ class LocalDeMo(ReplicatedOptimizer):
             )
         self._all_states = None
         if self._owns_round:  # a second interrupt at once may have kept `_round` from this
-            self._rounds.after_error()
+            self._after_error()
             self._owns_round = False
+
+    def _after_error(self) -> None:
+        self._rounds.after_error()
 
     # State: groups, checkpoints
 
@@ -610,6 +615,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         self._rounds.leave_open()  # a signal's handler may save within a round
+        self._forget_interrupted()
         folder = self._rounds.entry()
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:
@@ -641,6 +647,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
+        self._forget_interrupted()
         names = ["defaults", "replicator", "_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 
