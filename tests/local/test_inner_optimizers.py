@@ -16,6 +16,8 @@ from torch.nn.utils import parametrize
 import problems
 import ranks
 from demopt import FolderExchange, LocalDeMo, SettingsError
+from demopt.exchange import SingleRank
+from demopt.optim.muon import BatchedMuon
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
 
@@ -417,6 +419,63 @@ def test_state_of_another_inner_optimizer_is_refused_and_changes_none_of_them(ot
         optimizer.load_state_dict(damaged)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
     train(optimizer, range(2, 4))
+
+
+KINDS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True, foreach=True),
+    "SGD": lambda parameters: torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1, momentum=0.9),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "BatchedMuon": lambda parameters: BatchedMuon([each for each in parameters if each.dim() == 2], lr=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the state of a parameter of shape .* entries that were saved")
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "told"),
+    [
+        ("AdamW", "step", None, r"not of these inner optimizers \(AdamW\): KeyError\('step'\)"),
+        ("AdamW", "exp_avg", None, "of parameter 1 lacks exp_avg, which AdamW needs"),
+        ("AdamW", "max_exp_avg_sq", None, "of parameter 1 lacks max_exp_avg_sq, which"),
+        ("AdamW", "step", lambda held: held.expand(2), r"has step of shape \[2\]; AdamW needs \[\]"),
+        ("AdamW", "exp_avg_sq", lambda held: held[:1], r"has exp_avg_sq of shape \[1, 2\]; AdamW needs \[3, 2\]"),
+        (
+            "SGD",
+            "momentum_buffer",
+            lambda _: "text",
+            "of parameter 1 has momentum_buffer of type str; SGD needs a tensor",
+        ),
+        ("Adafactor", "row_var", None, "lacks row_var, which"),
+        ("BatchedMuon", "momentum_buffer", lambda held: held.T, r"of shape \[2, 3\]; BatchedMuon needs \[3, 2\]"),
+    ],
+)
+def test_state_of_an_inner_optimizer_that_its_step_cannot_use_is_refused_as_it_loads(kind, name, change, told, used):
+    def made(steps):
+        optimizer = problems.local(SingleRank(), [(7, 5), (3, 2)], KINDS[kind], sync_every=9)
+        problems.fingerprints(optimizer, range(steps))
+        return optimizer
+
+    state, optimizer = made(3).own_state_dict(), made(2 * used)
+    last = len(state["state"]) - 1  # of a group of its own, or of the one
+    entry = state["state"][last]
+    held = entry.pop(name)
+    if change:
+        entry[name] = change(held)
+    with problems.unchanged(optimizer), pytest.raises(ValueError, match=told):
+        optimizer.load_state_dict(state)
+    problems.fingerprints(optimizer, [5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_an_inner_optimizer_loads_also_where_some_parameters_have_none(kind):
+    optimizer = problems.local(SingleRank(), [(7, 5), (3, 2)], KINDS[kind], sync_every=9)
+    first, second = problems.all_parameters(optimizer)
+    second.requires_grad_(False)
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    other = problems.local(SingleRank(), [(7, 5), (3, 2)], KINDS[kind], sync_every=9)
+    other.load_state_dict(optimizer.own_state_dict())
+    problems.fingerprints(other, [1])
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, problems.by_pickle])

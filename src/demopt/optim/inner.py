@@ -225,6 +225,7 @@ class InnerOptimizers:
                 for had, group in zip(names, each.param_groups, strict=True):
                     if lacking := had - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
+                _check_usable(each, numbers)
         except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
                 each.state, each.param_groups = state_before, groups_before
@@ -261,6 +262,57 @@ def _restore_numbers(optimizer: torch.optim.Optimizer, loaded: list[dict[str, An
         for name, value in saved.items() if entry else ():
             if isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor):
                 entry[name] = value.to(entry[name].device, copy=True)
+
+
+def _check_usable(optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
+    """Raises ValueError if the loaded state of a parameter, by number, is none that the optimizer's step can use."""
+    rest, kind = iter(numbers), type(optimizer).__name__
+    for group in optimizer.param_groups:
+        needed: dict[int, dict[str, Any]] = {}  # by the number of dimensions
+        for parameter, number in zip(group["params"], rest, strict=False):
+            if not (entry := optimizer.state.get(parameter)):
+                continue
+            dimensions = parameter.dim()
+            if dimensions not in needed:
+                needed[dimensions] = _state_of_step(optimizer, group, dimensions)
+            if lacking := ", ".join(needed[dimensions].keys() - entry.keys()):
+                raise ValueError(f"the state of parameter {number} lacks {lacking}, which {kind} needs")
+            for name, example in needed[dimensions].items():
+                value, is_alike = entry[name], example.shape == _example_shape(dimensions)
+                told = f"the state of parameter {number} has {name}"
+                if not isinstance(value, Tensor):
+                    if example.dim() or not isinstance(value, Real):
+                        raise ValueError(f"{told} of type {type(value).__name__}; {kind} needs a tensor")
+                elif is_alike or not example.dim():
+                    wanted = parameter if is_alike else example
+                    if value.shape not in (wanted.shape, to_local(wanted).shape):
+                        raise ValueError(f"{told} of shape {[*value.shape]}; {kind} needs {[*wanted.shape]}")
+
+
+def _state_of_step(optimizer: torch.optim.Optimizer, group: Group, dimensions: int) -> dict[str, Tensor]:
+    """Returns the tensors that a step gives a parameter of `_example_shape`.
+
+    None of optimizers of others: their step may communicate, and their state depend on more.
+    """
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] not in ("torch", "demopt"):
+        return {}
+    example = torch.nn.Parameter(torch.zeros(_example_shape(dimensions), dtype=torch.float32, device="cpu"))
+    example.grad = torch.zeros_like(example)
+    settings = {name: value for name, value in group.items() if name not in _NO_SETTINGS}
+    settings |= dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & group.keys(), False)
+    settings["lr"] = 0.0
+    stepping = object.__new__(kind)
+    try:
+        torch.optim.Optimizer.__init__(stepping, [{**settings, "params": [example]}], settings)
+        getattr(kind.step, "__wrapped__", kind.step)(stepping)  # without torch's hooks of every optimizer's step
+    except Exception:  # it has more than its groups, such as Adagrad
+        return {}
+    return {name: value for name, value in stepping.state[example].items() if isinstance(value, Tensor)}
+
+
+def _example_shape(dimensions: int) -> torch.Size:
+    return torch.Size(range(2, 2 + dimensions))
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
