@@ -190,6 +190,58 @@ def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():
     assert (worker.run.unsent, worker.optimizer.flush(), worker.run.unsent) == (2, None, 0)
 
 
+def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():
+    store = ObjectStore()
+    worker, other = (Counter(store, number) for number in range(2))
+    steps(other, other, worker, worker)  # of which the second is left out
+    worker.step()
+    worker.parameter.data[-1] = math.inf
+    away = patch.object(log, "propose", side_effect=ExchangeError("away"))
+    with away, pytest.raises(ExchangeError, match="away"):
+        worker.step()
+    again = Counter(store, 0, 0, worker.state(), 4)
+    assert times_applied(store, [again.join(), other])[0] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_older_weights_that_a_resync_left_at_an_error_lose_no_step_and_no_name(restarts):
+    store = ObjectStore()
+    worker, other = (Counter(store, number) for number in range(2))
+    steps(*[worker, other] * 2, *[worker] * 10)  # of which nobody expects the other one any more
+    with patch.object(worker.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
+        with pytest.raises(ExchangeError, match="away"):
+            worker.optimizer.resync()
+        worker.step()
+    worker.run.late = 60.0
+    if restarts:
+        worker = Counter(store, 0, 0, worker.state(), worker.taken).join()
+    worker.run.say = pytest.fail
+    worker.step()
+    assert worker.run.worker == "w0"
+    assert times_applied(store, [worker, other]) == [[1.0] * 14, [1.0] * 2]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_state_that_was_loaded_has_no_round_before_it_joins(behind):
+    store = ObjectStore()
+    worker, other = (Counter(store, number) for number in range(2))
+    steps(*[other, worker] * 3)
+    state = worker.state()
+    steps(worker, *[other] * 5)
+    if behind:
+        away = patch.object(worker.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away"))
+        with away, pytest.raises(ExchangeError, match="away"):
+            steps(worker, worker)
+    worker.optimizer.load_state_dict(state)
+    worker.run.say = pytest.fail
+    worker.optimizer.flush()
+    with pytest.raises(RuntimeError, match="has not joined the run yet; the first step, or join"):
+        worker.optimizer.finish_round()
+    worker.run.say = str
+    counts = times_applied(store, [worker.join(), other])
+    assert counts[0][:3] == [1.0] * 3
+
+
 def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
     worker = Worker(store, 0).round()
     worker.run.unsent = 5

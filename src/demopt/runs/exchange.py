@@ -52,6 +52,7 @@ T = TypeVar("T")
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
+_NOT_JOINED = "this worker has not joined the run yet; the first step, or join(), does"
 
 
 class FolderExchange(VaryingExchange):
@@ -159,7 +160,7 @@ class FolderExchange(VaryingExchange):
     def record(self) -> Record:
         """The run's identity and settings, once this worker has joined."""
         if self._record is None:
-            raise RuntimeError("this worker has not joined the run yet; the first step, or join(), does")
+            raise RuntimeError(_NOT_JOINED)
         return self._record
 
     @property
@@ -276,6 +277,8 @@ class FolderExchange(VaryingExchange):
 
     def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
+        if not self.joined:  # it may know the record: `observe` has read it, or it had joined before it loaded a state
+            raise RuntimeError(_NOT_JOINED)
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         note = _as_json("note", self.note, _MOST_NOTE)
         theirs = self._reading

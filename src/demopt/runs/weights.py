@@ -121,10 +121,9 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        # Of a state that was loaded: all of it until its message's round is open again; then, until this worker has
-        # joined, the first round that may have a later message.
-        self._restored: SavedWorker | None = None
-        self._unchecked_from: int | None = None
+        self._restored: SavedWorker | None = None  # a state that was loaded, until its message's round is open again
+        self._is_checked = True  # not a state that was loaded, until this worker has joined: it may have sent more
+        self._sent_from = 0  # the first round that may have a later message of this worker than it knows
         self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
 
     @property
@@ -168,10 +167,10 @@ class FolderRounds(Rounds):
             with self._carrying_steps():
                 self._enter()
                 self._follow_run()
-                if self._unchecked_from is not None:
-                    self._drop_if_sent_since(self._unchecked_from)
+                if not self._is_checked:
+                    self._drop_if_sent_since(self._sent_from)
             run.stopping, self._is_behind = self._was_stopped, False  # which rounds of before it came may have set
-        self._unchecked_from = None
+        self._is_checked, self._sent_from = True, max(self._sent_from, self._number)
         if not run.stopping:
             run.hello(self._number)
         run.joined = True
@@ -247,7 +246,8 @@ class FolderRounds(Rounds):
         run = self.run
         reads = [partial(self._manifest, number) for number in range(first, self._number)]
         in_manifests = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
-        in_open_round = log.look(run.store, self._number).messages
+        # A wish to stop may have ended the catch-up at a round whose message this worker knows.
+        in_open_round = log.look(run.store, self._number).messages if self._number >= first else set()
         if run.worker in in_manifests | in_open_round:
             run.say(
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
@@ -263,7 +263,7 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if self.has_joined or self._unchecked_from is not None:
+        if self.has_joined or not self._is_checked:
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         try:
@@ -278,6 +278,7 @@ class FolderRounds(Rounds):
         del src
         if not self.has_joined:
             self.join()
+        self._is_behind = True  # also after an error, which may leave the weights of an older round
         self._load_newest(least=0)
         self._catch_up()
 
@@ -301,6 +302,7 @@ class FolderRounds(Rounds):
     def _exchange_and_apply(self) -> None:
         current = self.replicator.round
         assert current is not None
+        self._sent_from = current.header.round_number + 1
         try:
             messages = self.replicator.exchange()
         except ForkedError as error:
@@ -642,11 +644,8 @@ class FolderRounds(Rounds):
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
-        sent_from = self._number + (message is not None)  # its messages so far are known
-        if self._unchecked_from is not None:  # unless an error has ended its `join`, after the round of its message
-            sent_from = self._unchecked_from
-        read = sorted(run.numbers_read)
-        numbers = read, sent_from, unsent, in_message
+        sent_from = self._sent_from if current is None else current.header.round_number + 1
+        numbers = sorted(run.numbers_read), sent_from, unsent, in_message
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
@@ -658,12 +657,12 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._restored = self.run, saved
-        run.joined = False
+        run.joined = self._is_behind = False
+        self._is_checked, self._sent_from = saved is None, 0 if saved is None else saved.sent_from
         if saved is None:
-            self._run_of_weights, self._unchecked_from, run.numbers_read, run.unsent = "", None, set(), 0
+            self._run_of_weights, run.numbers_read, run.unsent = "", set(), 0
         else:
-            self._run_of_weights, self._unchecked_from = saved.run, saved.sent_from
-            run.numbers_read, run.unsent = {*saved.read}, saved.unsent
+            self._run_of_weights, run.numbers_read, run.unsent = saved.run, {*saved.read}, saved.unsent
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
