@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from servers import error, small_s3
@@ -41,7 +41,7 @@ SERVER = {
     "busy": (503, error("SlowDown")),
     "refuses the request": (400, error("InvalidRequest")),
 }
-ELSEWHERE = {"no server has this name", "no TLS", "impossible name", "no connection"}  # tests below
+ELSEWHERE = {"no server has this name", "no TLS", "impossible name", "no connection", "is silent"}  # tests below
 
 
 def row(words):
@@ -112,6 +112,14 @@ def test_broken_connection_has_its_row(words, endpoint, cause, monkeypatch):
         check(words, lambda: open_store("s3://bucket/run").get("a", 9), cause)
 
 
+def test_silent_server_is_not_one_without_a_connection(monkeypatch):
+    monkeypatch.setattr(store_module, "_SILENCE", 1.0)
+    ended = threading.Event()
+    with small_s3(monkeypatch, lambda *_: ended.wait(60) and None):
+        check("the server is silent", lambda: open_store("s3://bucket/run").get("a", 9), "/bucket/run/a")
+        ended.set()
+
+
 def test_proxy_of_the_environment_is_named(monkeypatch):
     with small_s3(monkeypatch):
         for name, value in (("HTTP_PROXY", "http://user:word@127.0.0.1:9"), ("NO_PROXY", ""), ("no_proxy", "")):
@@ -180,6 +188,20 @@ def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded_bu
     assert patient.inner.calls == ["delete"]
 
 
+def test_nothing_waits_for_a_deletion(monkeypatch):
+    """Of a server that cannot delete, for example: there are no more objects than that then."""
+    patient = Patient(ObjectStore(), patience=1e9, say=str)
+    patient.put_if_absent("a", b"x")
+    patient.delete(["a"])
+    monkeypatch.setattr(store_module, "_FIRST_PATIENCE", 0.0)
+    patient.inner = failing(StoreError("500"), call="delete")
+    with pytest.raises(ExchangeError, match="500"):
+        patient.delete(["a"])
+    log.put_stop(patient, 0, "run")
+    one_after_the_other = lambda calls: [call() for call in calls]  # noqa: E731
+    log.check_races(patient, Mock(identity="run"), one_after_the_other)
+
+
 def test_wish_to_stop_is_heard_while_the_store_is_away():
     said, asked = [], threading.Event()
     patient = Patient(failing(StoreError("away")), patience=1e9, say=lambda text: (said.append(text), asked.set()))
@@ -223,6 +245,13 @@ def test_disk_without_hard_links_is_refused_at_once(number, tmp_path, monkeypatc
     with pytest.raises(ExchangeError, match="this file system has no hard links"):
         Patient(Disk(tmp_path / "run"), patience=1e9, say=pytest.fail).put_if_absent("run", b"x")
     assert not [*(tmp_path / "run").rglob("*-*")], "a file was left"
+    monkeypatch.undo()  # the same answer from a disk that has linked is that of a share that dies
+    store, died = Disk(tmp_path / "run"), OSError(number, os.strerror(number))
+    assert store.put_if_absent("run", b"x")
+    monkeypatch.setattr(disk.os, "link", Mock(wraps=os.link, side_effect=[died, DEFAULT]))
+    with pytest.raises(StoreError, match="the disk does not answer"):
+        store.put_if_absent("rounds/1/a", b"x")
+    assert store.put_if_absent("rounds/1/a", b"x")
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])

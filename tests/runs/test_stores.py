@@ -121,6 +121,10 @@ def test_key_files(tmp_path):
         ("ftp://host/run", "begins with s3://, gs:// or az://, or is a path.* is 'ftp://host/run'"),
         ("https://example.org/dav/run", "begins with s3://"),  # WebDAV has no put if absent
         *((address, "begins with s3://") for address in ("https:/example.org/run", "host:/srv/run", "me@host:run")),
+        *(
+            (address, "begins with s3://")
+            for address in ("s3//bucket/run", " s3://bucket/run", "\u2018S3;//bucket/run")
+        ),
         ("s3://", "names no bucket; wanted s3://BUCKET/NAME"),
         *((f"s3:{rest}", "names no bucket") for rest in ("///run", "bucket/run", "/bucket/run", "//me:x@bucket/run")),
         ("s3://bucket/a//b", "in each part of a name, not ''"),
@@ -142,7 +146,7 @@ def test_address_of_a_folder_is_what_the_user_wrote(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for address, place in {
         "~/run": "home/run", "run/": "run", "./a/../b": "b", "file:///{}/c%20d": "c d", "FILE://{}/e": "e",
-        "odd #?%20\u00e9[*]": "odd #?%20\u00e9[*]", "s3": "s3", "a:b": "a:b",
+        "odd #?%20\u00e9[*]": "odd #?%20\u00e9[*]", "s3": "s3", "a:b": "a:b", "./s3//c": "s3/c", "s3/d": "s3/d",
     }.items():  # fmt: skip
         store = open_store(address.format(tmp_path))
         assert store.put_if_absent("run", place.encode())
@@ -182,6 +186,15 @@ def test_azure_takes_the_names_of_its_own_command_and_says_which_are_missing(mon
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
     with pytest.raises(ValueError, match=r"no credentials: .* AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"):
         open_store("az://bucket/run")
+
+
+@pytest.mark.parametrize("half", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_half_of_the_credentials_is_none(half, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(half, "x")
+    with pytest.raises(ValueError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        open_store("s3://bucket/run")
 
 
 @pytest.mark.parametrize("address", ["s3://nowhere/run", "az://nowhere/run"])

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EBADF, EINVAL, ELOOP, EMLINK, ENOSYS, ENOTDIR, ENOTSUP, ENXIO, EOPNOTSUPP, EPERM, EXDEV
+from errno import EBADF, EINVAL, ELOOP, EMLINK, ENOSYS, ENOTCONN, ENOTDIR, ENOTSUP, ENXIO, EOPNOTSUPP, EPERM, EXDEV
 from pathlib import Path
 
 from demopt.errors import MessageError
@@ -42,6 +42,7 @@ class Disk(Store):
         self._opened_as = os.stat(self._root)
         self._run: bytes | None = None  # the object `run`, once it has been seen
         self._tidy = False
+        self._has_linked = False  # this file system has hard links
 
     def get(self, name: str, most: int) -> bytes | None:
         with told(self.address):
@@ -170,7 +171,13 @@ class Disk(Store):
                     written.write(data)
                     written.flush()
                     os.fsync(file)
-                return _appear(aside, there, leaf, here)
+                appeared = _appear(aside, there, leaf, here)
+                self._has_linked = self._has_linked or appeared
+                return appeared
+            except LinkError as error:
+                if self._has_linked:  # as a share answers that has just died
+                    raise OSError(ENOTCONN, f"{error.strerror}; hard links worked before") from error
+                raise
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(aside, dir_fd=there)

@@ -72,7 +72,8 @@ TABLE = tuple(map(Failure._make, (
      "the bucket is in another region than the request; set AWS_REGION, or AWS_ENDPOINT_URL"),
     ("NoSuchBucket|ContainerNotFound|FileNotFoundError|: 404 ", SETTINGS,
      "no such bucket or folder; create it, or correct the name"),
-    ("dns error", PASSES, "no server has this name; correct AWS_ENDPOINT_URL, or check the network"),
+    ("dns error", PASSES,
+     "no server has this name; correct AWS_ENDPOINT_URL, or the account of az://, or check the network"),
     ("InvalidContentType|[Cc]ertificate|UnknownIssuer", SETTINGS,
      "no TLS with this server; is its address http://? or trust its certificate (SSL_CERT_FILE)"),
     # What a server cannot do
@@ -85,6 +86,7 @@ TABLE = tuple(map(Failure._make, (
     (": 507 |Quota", PASSES, "the store is full"),
     (": 429 |: 408 |: 5.. |SlowDown", PASSES, "the server is busy"),
     (": 4.. ", SETTINGS, "the server refuses the request"),
+    ("kind: Timeout", PASSES, "the server is silent"),
     ("HTTP error", PASSES, "no connection"),
     ("", PASSES, "it failed"),
 )))  # fmt: skip

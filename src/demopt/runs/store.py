@@ -174,8 +174,9 @@ class Patient(Store):
                     raise
             except StoreError as error:
                 away, known = time.monotonic() - began, kind in self._answered
-                limit = self.patience if known else min(self.patience, _FIRST_PATIENCE)
-                if error.at_first and (not known or kind == "delete"):  # what cannot be deleted may stay
+                stays = kind == "delete"  # what cannot be deleted may stay
+                limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
+                if error.at_first and (stays or not known):
                     raise ExchangeError(str(error)) from error
                 if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
@@ -213,7 +214,8 @@ def full(address: str) -> str:
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ValueError(f"{address}: a file:// address has three slashes and a whole path; or give the path alone")
         return str(Path(unquote(parts.path)).resolve())
-    if scheme not in CLOUDS and not re.match(r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:", address):
+    other = r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:|[^\w./~-]*(s3|gs|az|file|https?)\W*//"  # places, with slips of the fingers
+    if scheme not in CLOUDS and not re.match(other, address, re.IGNORECASE):
         try:
             found = Path(address).expanduser().resolve()
             found.exists()  # or an error: too long a name, for example
@@ -273,5 +275,6 @@ def open_store(address: str) -> Store:
     try:
         return ObjectStore(cloud(_SILENCE), place, cloud)
     except (obstore.exceptions.BaseError, OSError) as error:
-        cause = CREDENTIALS if "Account must be specified" in str(error) else first_line(error)
+        missing = re.search("Missing|Account must be specified", str(error))
+        cause = CREDENTIALS if missing else f"{first_line(error)}; correct the credentials in the environment"
         raise ValueError(f"{address}: cannot be opened: {cause}") from error

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 5.0  # between two looks
 
+
+class NoRunError(InputError):
+    """Nothing is wrong with an address, but there is no run: `train` starts one."""
+
+
 Address = Annotated[str, typer.Argument(help="The run: a path, s3://bucket/name, gs:// or az://.")]
 KeyFile = Annotated[str | None, typer.Option(help="The run's key, if it has one.")]
 
@@ -127,7 +132,10 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
 
 
 def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: str = "") -> "FolderExchange":
-    """Opens a run that is there; InputError if none is, or the file has no key. `flags`: to start one instead."""
+    """Opens a run that is there; NoRunError if none is, InputError if the address is none or the file has no key.
+
+    `flags`: to start one instead.
+    """
     from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.key import read_key
@@ -136,13 +144,14 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
     try:
         mounted = "to" if (bucket := "://" in (place := full(address))) else "is its disk mounted? To"
         start = f"{mounted} start a run: demopt train --run {typed(address)}{flags}"
+        key = read_key(key_file) if key_file else None
         if not bucket and not Path(place).is_dir():  # opening it would make it
-            raise InputError(f"{address} is no folder here; {start}")
-        run = FolderExchange(address, patience=patience, key=read_key(key_file) if key_file else None)
+            raise NoRunError(f"{address} is no folder here; {start}")
+        run = FolderExchange(address, patience=patience, key=key)
     except ValueError as error:
         raise InputError(str(error)) from None
     if log.read_record(run.store) is None:
-        raise InputError(f"{address} holds no run; {start}")
+        raise NoRunError(f"{address} holds no run; {start}")
     run.find_run()
     return run
 

@@ -30,7 +30,7 @@ from demopt.train.method import check_settings, cost_of, make_method, make_optim
 from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
-from demopt.train.runs.command import open_run, typed
+from demopt.train.runs.command import NoRunError, open_run, typed
 from demopt.train.runs.status import numbers_of, sequences_so_far
 from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
@@ -57,7 +57,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         if known != run.record.identity and (known or not _is_of(out, config.run)):  # a run that has moved is the same
             raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
     elif run is None:
-        with suppress(InputError):  # there is none: it starts one. A wish to stop from now on is for this worker, too
+        with suppress(NoRunError):  # it starts one. A wish to stop from now on is for this worker, too
             run = open_run(config.run, config.key_file, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
