@@ -49,8 +49,26 @@ def test_split_puts_no_document_on_both_sides():
     train, val = data.split(texts, 0.2)
     assert sorted(train + val) == sorted(set(texts))
     assert 0.1 < sum(map(len, val)) / sum(map(len, set(texts))) <= 0.2
+
+
+def test_of_few_documents_each_is_cut_and_a_conversation_never_is():
     assert data.split([b"x" * 100], 0.1) == ([b"x" * 90], [b"x" * 10])
-    assert data.split([b"long" * 100, b"short"], 0.001) == ([b"long" * 100], [b"short"])
+    train, val = data.split([b"x" * 100, b"y" * 1000, b"y" * 1000, b"z"], 0.1)
+    assert sorted(train) == [b"", b"x" * 90, b"y" * 900]
+    assert sorted(val) == [b"x" * 10, b"y" * 100, b"z"]
+    chats = [data.Chat(b"x" * length) for length in (100, 50, 70)]
+    train, val = data.split(chats, 0.1)
+    assert (sorted(train), val) == ([b"x" * 70, b"x" * 100], [b"x" * 50])
+
+
+def test_files_that_are_mixed_are_all_in_both_parts(tmp_path, text):
+    names = ("calendar", "heapq")
+    corpus = data.load_corpus(replace(CONFIG, data=[str(text / f"{name}.py") for name in names]))
+    for tokens, part in ((corpus.train, 0.95), (corpus.val, 0.05)):
+        found = bytes(tokens.rows[0])
+        files = [(text / f"{name}.py").read_bytes() for name in names]
+        assert len(found) == pytest.approx(part * sum(map(len, files)), rel=0.01)
+        assert all((file[:1000] if part > 0.5 else file[-100:]) in found for file in files)
 
 
 def test_batch_depends_on_seed_step_rank_and_part():

@@ -85,7 +85,13 @@ class TrainConfig:
     tokenizer: str | None = text(
         None, "'bytes', a tokenizer.json, or a folder of transformers. Default: that of --model, or bytes.", free=True
     )
-    val_fraction: float = text(0.05, "Fraction of the text for validation.", ge=1e-6, le=0.5)
+    val_fraction: float = text(
+        0.05,
+        "Fraction of the text for validation: the end of each document (a text file is one), or, of 1 / fraction or "
+        "more, whole ones.",
+        ge=1e-6,
+        le=0.5,
+    )
 
     model: str = decoder(
         "",

@@ -150,12 +150,14 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_siz
 
 
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Splits unique documents into training and validation by a hash: none is on both sides. A single one is cut."""
+    """Splits unique documents into training and validation by a hash: none is on both sides.
+
+    Of fewer than 1 / `fraction`, whose one may be all of its kind, each is cut at its end; but no conversation is.
+    """
     unique = sorted(set(texts), key=lambda text: hashlib.blake2b(text).digest())
-    if len(unique) == 1:
-        (text,) = unique
-        cut = len(text) - max(1, int(len(text) * fraction))
-        return [text[:cut]], [text[cut:]]
+    if len(unique) * fraction < 1 and not any(isinstance(text, Chat) for text in unique):
+        cuts = [(text, len(text) - max(1, int(len(text) * fraction))) for text in unique]
+        return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     left, val = fraction * sum(map(len, unique)), list[bytes]()
     for text in unique:
         if len(text) <= left:
