@@ -157,7 +157,7 @@ class Ledger:
             self.parameters[-1].requires_grad_(True)
             return
         self.optimizer.flush()
-        while self.optimizer.local_steps or self.optimizer._weights.have_start:
+        while self.optimizer.weights_differ:
             self.step()
             self.optimizer.flush()
         self.parameters[number].requires_grad_(False)

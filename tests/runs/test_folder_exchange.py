@@ -271,10 +271,10 @@ def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_jo
 def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store):
     worker = Worker(store, 0, checkpoint_every=1).round()
     worker.run._patient.patience = 0.5
-    worker.optimizer._rounds.load = load = Mock(side_effect=ForkedError("forked"))
+    worker.optimizer._rounds.read_checkpoint = read = Mock(side_effect=ForkedError("forked"))
     with pytest.raises(ExchangeError, match="has no checkpoint after round 1"):
-        worker.optimizer._rounds._load_newest(least=1)
-    assert load.call_count == 1
+        worker.optimizer._rounds._newest_checkpoint(least=1)
+    assert read.call_count == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "of another run"])

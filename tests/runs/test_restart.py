@@ -326,7 +326,7 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store):
     assert not [number for number in range(40) if observer.run.worker in log.look(store, number).hellos]
 
 
-@pytest.mark.parametrize(("fails", "resumes"), [("hello", True), ("hello", False), ("load", False)])
+@pytest.mark.parametrize(("fails", "resumes"), [("hello", True), ("hello", False), ("read_checkpoint", False)])
 def test_join_that_an_outage_ended_may_come_again_and_is_of_no_run_without_its_weights(store, fails, resumes):
     first = Worker(store, 0).round(2)
     again = Worker(store, 1, state=first.state() if resumes else None)

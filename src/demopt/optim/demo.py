@@ -13,7 +13,7 @@ from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters
 from demopt.core.rules import Rule
 from demopt.optim.mistakes import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
-from demopt.replicator.replicator import Replicator
+from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options
 from demopt.state import check_sizes, read_state
@@ -119,19 +119,17 @@ class DeMo(ReplicatedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._forget_interrupted()
-        self.replicator.require_idle("step")  # a round that the user began is not rolled back
-        self._owns_round = self._is_in_round = True
+        self.replicator.require_idle("step")
+        self._is_in_round = True
         try:
-            self.extract()
+            self._extract()
             self.apply(self.replicator.exchange())
         except BaseException:
             self.rollback()
-            self._owns_round = False
             forget_scale(self)
             raise
         finally:
             self._is_in_round = False
-        self._owns_round = False
         return loss
 
     @unrecorded
@@ -141,6 +139,12 @@ class DeMo(ReplicatedOptimizer):
         No network between nodes, except that with two levels the first call runs the handshake. Follow it with `apply`
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
+        current = self._extract()
+        current.by_user = True
+        assert current.message is not None
+        return current.message
+
+    def _extract(self) -> Round:
         self._all_states = None
         self._follow_state()
         if not self.replicator.session.has_met:
@@ -149,7 +153,9 @@ class DeMo(ReplicatedOptimizer):
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         self._note_gradients(gradients)
         self._warn_unless_trained()
-        return self.replicator.extract(gradients, unscale)
+        self.replicator.extract(gradients, unscale)
+        assert self.replicator.round is not None
+        return self.replicator.round
 
     @unrecorded
     def apply(self, messages: Tensor) -> None:

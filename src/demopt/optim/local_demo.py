@@ -251,9 +251,10 @@ class LocalDeMo(ReplicatedOptimizer):
             raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
         self._follow_inner()
         self._weights.begin()
-        message = self._extract().message
-        assert message is not None
-        return message
+        current = self._extract()
+        current.by_user = True
+        assert current.message is not None
+        return current.message
 
     @unrecorded
     def apply(self, messages: Tensor) -> None:
@@ -425,7 +426,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
-            self._owns_round = self._is_in_round = True
+            self._is_in_round = True
             try:
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
@@ -525,9 +526,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        if self._owns_round:  # a second interrupt at once may have kept `_round` from this
-            self._after_error()
-            self._owns_round = False
+        self._forget_interrupted()
 
     def _after_error(self) -> None:
         self._rounds.after_error()
@@ -574,7 +573,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def weights_differ(self) -> bool:
         """Whether this rank's weights are not the global ones."""
-        return bool(self.local_steps or self._weights.have_start)
+        return self._weights.differ
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, if there is one inner optimizer. Call it on all ranks alike, at the same step."""

@@ -8,6 +8,7 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
 | applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round has it |
 | covered by a checkpoint, in a folder | the checkpoint's | global | if sent, b (e + T(D) - a sent) | in both |
+| drifted, in a folder | `resync` takes the run's | global | if listed, as applied | in the others' and e |
 | skipped (few sent), failed, left open | as before | as before; so is start | e + T(D) | in e: a later round has it |
 | the same, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
@@ -50,6 +51,7 @@ class LocalWeights(Follower):
         self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of the round that is extracted
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
+        self._others_move = False  # others' rounds move the global weights, and local ones have not followed yet
         self.steps = 0  # local ones since the last round
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
@@ -82,8 +84,9 @@ class LocalWeights(Follower):
         return len(wanted) > len(known)
 
     @property
-    def have_start(self) -> bool:
-        return bool(self.start_of)
+    def differ(self) -> bool:
+        """Whether local weights are not the global ones."""
+        return bool(self.steps or self.start_of)
 
     def fingerprint(self) -> int:
         return fingerprint(self.here([to_local(each.detach()) for each in self.parameters]))
@@ -112,7 +115,7 @@ class LocalWeights(Follower):
     @uninterrupted()
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
-        self.start_of, self._extracted_from = {}, {}
+        self.start_of, self._extracted_from, self._others_move = {}, {}, False
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
         self._adopted = self._versions
 
@@ -159,23 +162,21 @@ class LocalWeights(Follower):
         return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
     @uninterrupted()
-    def follow(self, finite: bool, stage: Stage) -> None:
-        """After a round was extracted, it has come to this stage: by the table. `finite`: D was.
+    def follow(self, before: Stage, stage: Stage, finite: bool) -> None:
+        """A round has gone from "extracted" or "left open" to another stage: by the table. `finite`: D was.
 
         Of a failed round nobody knows, so the next step has a round again. One that is left open has the local steps.
         """
-        if stage == "sent":
-            self.depart(finite)
-        elif stage == "applied":
+        if stage == "applied":
             self.adopt()
-        else:
+        elif stage == "sent" and before == "extracted":
+            self.depart(finite)
+        elif stage != "sent":  # left open by a handler that saves, a round that is sent was kept then
             self.keep(finite)
+        if stage == "left open" and not finite:  # it may move the global weights later: D, which is 0, is from here
+            self.hold()
         if stage != "failed":
             self.steps = 0
-        # It may move the global weights later: local ones that are equal to them now, after dropped steps, count from
-        # here too.
-        if stage == "left open" and not finite:
-            self.hold()
 
     @uninterrupted()
     def drop_steps(self) -> None:
@@ -198,24 +199,36 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def hold(self) -> None:
-        """Before the global weights move by others' rounds: D counts from them as they are now, until `land`."""
-        starts = self._beside()
-        self._copy((self.global_of[local], start) for local, start in starts.items())
-        self.start_of = starts
+        """Before others' rounds move the global weights: D counts from those of now until local ones have followed."""
+        self._others_move = True
+        if not self.start_of:
+            starts = self._beside()
+            self._copy((self.global_of[local], start) for local, start in starts.items())
+            self.start_of = starts
+
+    @contextmanager
+    def moved_by_others(self) -> Iterator[None]:
+        differed = self.differ
+        try:
+            yield
+        finally:  # some may have come before an error
+            if not differed:
+                self.adopt()
+            elif self._others_move:
+                self.land()
 
     @uninterrupted()
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        if self._extracted_from:  # otherwise a signal's handler has saved since: `keep`
-            self._go_by_own_steps(self._extracted_from, finite)
-            self.keep()
+        self._go_by_own_steps(self._extracted_from, finite)
+        self.keep()
 
     @uninterrupted()
     def land(self) -> None:
         """local <- global - D, which was not sent: after `hold`, and with delay after the last round in flight."""
         if self.start_of:
             self._go_by_own_steps(self._local_ones(), True)
-            self.start_of = {}
+        self.start_of, self._others_move = {}, False
 
     def _go_by_own_steps(self, locals_of: Mapping[Tensor, Tensor], finite: bool) -> None:
         """local <- global - D, or global where D is not finite, or nothing trains."""
@@ -261,7 +274,8 @@ class LocalWeights(Follower):
 
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
-        self.start_of, self._extracted_from, self._adopted, self.untouched = {}, {}, [], False
+        self.start_of, self._extracted_from, self._others_move = {}, {}, False
+        self._adopted, self.untouched = [], False
         self.steps = max((int(each.shared["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             if local not in saved:

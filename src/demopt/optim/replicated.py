@@ -71,7 +71,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _warned: frozenset[str] = frozenset()  # of what
     _is_trained: bool = False  # some parameter has had a gradient
     _has_begun: bool = False  # a round
-    _owns_round: bool = False  # a round that is there was begun by `step`, not by `extract` as a user calls it
     _is_in_round: bool = False  # as a handler of a signal may find it
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
@@ -90,9 +89,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def _forget_interrupted(self) -> None:
         """Forgets a round that `step` has begun, and that a second interrupt at once kept it from forgetting."""
-        if self._owns_round and not (self._is_in_round or self.replicator.is_open):
+        current = self.replicator.round
+        if current is not None and not (current.by_user or self._is_in_round):
             self._after_error()
-            self._owns_round = False
 
     def _after_error(self) -> None:
         """Forgets the round that is there."""

@@ -107,6 +107,7 @@ class Round:
     stats: Stats = field(default_factory=Stats)
     exchanged: bool = False  # the exchange and all comparisons after it are done
     stage: Stage = "begun"
+    by_user: bool = False  # begun by `extract` as a user calls it, not by a step
 
     @property
     def row(self) -> int | None:
@@ -306,7 +307,7 @@ class Replicator:
                 # another rank may have a new layout, or other settings
                 if current.result is not None and handshake_due(current.result.headers):
                     if current.work is not None:  # if settings differ, it travels again, as that rank's message does
-                        current.work, current.stage = None, "left open"
+                        self._reopen(current)
                     self.session.compare(current.wiring, number)
                     messages = self._travel(current, exchange)
             if self.session.compares_gradients:
@@ -340,10 +341,16 @@ class Replicator:
                 messages = work.result()
         except BaseException:  # also an interrupt: the round is then in flight still
             if work.done() and work.exception() is not None:
-                current.work, current.stage = None, "left open"
+                self._reopen(current)
             raise
         self.session.receive([messages, *(current.result.tensors if current.result is not None else ())])
         return messages
+
+    @uninterrupted()
+    def _reopen(self, current: Round) -> None:
+        """Takes a round out of the background: it travels once more, or is forgotten."""
+        current.work = None
+        self.enter_stage(current, "left open")
 
     def _current(self) -> Round:
         if self.round is None:
@@ -439,7 +446,7 @@ class Replicator:
         if current is not None:
             before, current.stage = current.stage, stage
             if before == "extracted" or (before == "left open" and not self.follower.steps):
-                self.follower.follow(current.finite, stage)
+                self.follower.follow(before, stage, current.finite)
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -576,7 +583,7 @@ class Replicator:
         new = self._begin(wiring)
         flags = new.header.flags | detached.header.flags & NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
-        new.stage = detached.stage
+        new.stage, new.by_user = detached.stage, detached.by_user
         new.message = wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
@@ -584,7 +591,10 @@ class Replicator:
 
     @uninterrupted()
     def mark_applied(self, detached: Round | None = None) -> None:
-        """Ends the round, or a detached one: what was sent leaves the momentum; weights and number come from a peer."""
+        """Ends the round, or a detached one, without moving weights: what was sent leaves the momentum.
+
+        Weights and number that include it come from elsewhere.
+        """
         current = self._current() if detached is None else detached
         if detached is None:
             self.round = None

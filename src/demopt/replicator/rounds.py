@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,19 +34,15 @@ class Follower:
 
     steps = 0  #: local ones since the last round
 
-    @property
-    def have_start(self) -> bool:
-        """Whether they carry a pseudo-gradient from before the last round."""
-        return False
-
-    def follow(self, finite: bool, stage: Stage) -> None:
-        """After a round was extracted, it has come to this stage; `finite`: its gradients were."""
+    def follow(self, before: Stage, stage: Stage, finite: bool) -> None:
+        """A round has gone from "extracted" or "left open" to another stage; `finite`: its gradients were."""
 
     def hold(self) -> None:
-        """Before others' rounds move the replicator's weights."""
+        """Before others' rounds move the replicator's weights, in `moved_by_others`."""
 
-    def land(self) -> None:
-        """After `hold`: local steps since the last round go on from the moved weights."""
+    def moved_by_others(self) -> AbstractContextManager[None]:
+        """The context in which others' rounds may; local steps since the last round then go on from there."""
+        return nullcontext()
 
     def adopt(self) -> None:
         """Takes the replicator's weights."""

@@ -133,9 +133,11 @@ class FolderExchange(VaryingExchange):
         # Its own, and that of its rounds:
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
+        self._needed: tuple[
+            float, ...
+        ] = ()  # seconds for its last two rounds, until its message was put or the round found over
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
-        self.numbers_read = set[int]()  # numbers that it has given out; they are in no manifest yet
+        self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
         self._greeted = set[int]()  # rounds in which others wait for this worker
         self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
         self.heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
@@ -257,6 +259,11 @@ class FolderExchange(VaryingExchange):
         return found
 
     @property
+    def unsent_reads(self) -> set[int]:
+        """Those of `numbers_read` that no manifest has: the next message counts them."""
+        return self._reading.read_first(self.worker, self.numbers_read) if self._reading else set()
+
+    @property
     def held(self) -> int:
         """How many numbers this worker holds that `take` has not given out."""
         return sum(number not in self.numbers_read for number in self._holds)
@@ -290,7 +297,7 @@ class FolderExchange(VaryingExchange):
             )
         reads: Reads | None = None
         if self.total:
-            self.numbers_read = theirs.read_first(self.worker, self.numbers_read) if theirs else set()
+            self.numbers_read = self.unsent_reads
             reads = Reads(len(self.numbers_read), self.wanted, self.total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,

@@ -13,6 +13,7 @@ from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
+from demopt.runs.open_round import CoveredError
 from demopt.runs.store import Store
 from demopt.runs.weights import MOST_HEAD, FolderRounds, checkpoint_of, weights_digest
 
@@ -26,7 +27,10 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     record = run.find_run()
     replicator = replicator_of(record, run)
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
-    rounds.load(0)
+    first = rounds.read_checkpoint(0)
+    if first is None:
+        raise CoveredError(f"{run.store.address} has no object {log.checkpoint_name(record, 0)}")
+    rounds.take(first)
     while (manifest := rounds.next_manifest()) is not None:
         if manifest.before != log.digest_of(run.decided):
             raise MessageError(f"{log.manifest_name(manifest.round)} follows another manifest than the one before it")

@@ -10,8 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,6 +90,24 @@ class SavedWorker:
         return {**vars(self), "message": message}
 
 
+@dataclass(frozen=True)
+class Entered:
+    """A worker whose weights are those of a run: it has joined, or an error has ended its `join`, or it observes."""
+
+    run: str
+    is_checked: bool = True  # not after a loaded state, until it has joined: it may have sent more since
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run's weights after `number` rounds, checked; `before`: the manifest of the last one."""
+
+    number: int
+    before: Manifest | None
+    tensors: list[Tensor]
+    has_stopped: bool  # the run, in one of these rounds, since this worker has joined
+
+
 class FolderRounds(Rounds):
     """A worker of a run: its rounds move the replicator's parameters, which are the global weights.
 
@@ -121,10 +138,9 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        self._restored: SavedWorker | None = None  # a state that was loaded, until its message's round is open again
-        self._is_checked = True  # not a state that was loaded, until this worker has joined: it may have sent more
+        # None: the weights are this worker's own. A loaded state stays until the round of its message is open again.
+        self._place: SavedWorker | Entered | None = None
         self._sent_from = 0  # the first round that may have a later message of this worker than it knows
-        self._run_of_weights = ""  # the identity of the run, once a state or a checkpoint has given them
 
     @property
     def _number(self) -> int:
@@ -132,7 +148,12 @@ class FolderRounds(Rounds):
 
     @property
     def _leaves(self) -> bool:
+        """Whether this worker sends no message after the next one, as it is now; its last one may not say so."""
         return self.run.leaving or self.run.asked_to_stop()
+
+    @property
+    def _goes_on(self) -> bool:
+        return not (self._leaves or self.is_over)
 
     # Joining
 
@@ -160,26 +181,26 @@ class FolderRounds(Rounds):
         # Of a worker with a state this also sets `run.decided`, to the manifest before its round.
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
         if started:
-            self._restored, self._run_of_weights = None, run.record.identity
+            self._place = Entered(run.record.identity)
             run.numbers_read.clear()  # of a state of another run
         else:
             self._check_order(groups)
-            with self._carrying_steps():
-                self._enter()
+            with replicator.follower.moved_by_others():
+                entered = self._enter()
                 self._follow_run()
-                if not self._is_checked:
+                if not entered.is_checked:
                     self._drop_if_sent_since(self._sent_from)
-            run.stopping, self._is_behind = self._was_stopped, False  # which rounds of before it came may have set
-        self._is_checked, self._sent_from = True, max(self._sent_from, self._number)
+            run.stopping = self._has_stopped(run.decided)  # not by rounds of before it came, which were followed
+            self._is_behind = False
+        self._place, self._sent_from = Entered(run.record.identity), max(self._sent_from, self._number)
         if not run.stopping:
             run.hello(self._number)
         run.joined = True
         return not started
 
-    @property
-    def _was_stopped(self) -> bool:
-        """Whether a round that these weights have, maybe by a checkpoint, ended the run since this worker came."""
-        asked_in, decided = self.run.stop_asked_in, self.run.decided
+    def _has_stopped(self, decided: Manifest | None) -> bool:
+        """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""
+        asked_in = self.run.stop_asked_in
         if asked_in is None or decided is None:
             return False
         found = map(self._manifest, range(asked_in, decided.round + 1))
@@ -204,32 +225,41 @@ class FolderRounds(Rounds):
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order(f"{self.run.worker} has", there, theirs, mine)
 
-    def _enter(self) -> None:
+    def _enter(self) -> Entered:
         """Takes the run's weights, or goes on from a state: ends the round of the message that this has."""
-        run, restored = self.run, self._restored
-        if self._run_of_weights != run.record.identity:
-            if restored is not None:
+        run, place, identity = self.run, self._place, self.run.record.identity
+        if isinstance(place, SavedWorker):
+            if place.run != identity:
                 raise SettingsError(f"the state is of another run than {run.store.address} holds")
-            if self._number > 0:
-                raise SettingsError(
-                    f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
-                    "join with a new optimizer, or one that has loaded its state of this run"
-                )
-            self._load_newest(least=0, then=self.replicator.follower.drop_steps)
-        elif restored is not None:
-            run.worker = restored.worker
-            if restored.before != log.digest_of(run.decided):
+            run.worker = place.worker
+            if place.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
-                self._leave_fork(ForkedError(other), restored.before)
-            elif restored.message is not None:
-                self.replicator.round = self._round_of(restored.message, restored.in_message)
-        self._restored = None
+                self._leave_fork(ForkedError(other), place.before)
+            elif place.message is not None:
+                self.replicator.round = self._round_of(place.message, place.in_message)
+            entered = Entered(identity, is_checked=False)
+        elif place is not None and place.run == identity:
+            entered = place
+        elif self._number > 0:
+            raise SettingsError(
+                f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
+                "join with a new optimizer, or one that has loaded its state of this run"
+            )
+        else:
+            newest, entered = self._newest_checkpoint(least=0), Entered(identity)
+            with uninterrupted():
+                self.take(newest)
+                self.replicator.follower.drop_steps()
+        self._place = entered
         if self.replicator.is_open:
+            if self.replicator.follower.steps:
+                self.replicator.follower.hold()
             try:
                 self._exchange_and_apply()
             except DriftError as error:  # of the state's weights, from an earlier life
                 run.say(f"{error.reason}; it takes the run's newest weights")
-                self._load_newest(least=0)
+                self.take(self._newest_checkpoint(least=0))
+        return entered
 
     def _round_of(self, message: log.Envelope, sequences: int) -> Round:
         """Returns the round of a message that was made before a restart."""
@@ -263,14 +293,17 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if self.has_joined or not self._is_checked:
+        has_state = isinstance(self._place, SavedWorker) or (self._place is not None and not self._place.is_checked)
+        if self.has_joined or has_state:
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
+        follower = self.replicator.follower
         try:
-            self._load_newest(least=0)
-            self._follow_run(asks=False)
-        finally:  # some may have come before an error
-            self.replicator.follower.drop_steps()
+            with follower.moved_by_others():
+                self.take(self._newest_checkpoint(least=0))
+                self._follow_run(asks=False)
+        finally:
+            follower.drop_steps()
         return self._number
 
     def resync(self, src: int) -> None:
@@ -279,7 +312,7 @@ class FolderRounds(Rounds):
         if not self.has_joined:
             self.join()
         self._is_behind = True  # also after an error, which may leave the weights of an older round
-        self._load_newest(least=0)
+        self.take(self._newest_checkpoint(least=0))
         self._catch_up()
 
     # A round
@@ -307,7 +340,7 @@ class FolderRounds(Rounds):
             messages = self.replicator.exchange()
         except ForkedError as error:
             self.replicator.rollback()
-            with self._carrying_steps():
+            with self.replicator.follower.moved_by_others():
                 self._leave_fork(error, log.digest_of(self.run.decided))
             self._is_behind = True
         else:
@@ -315,76 +348,59 @@ class FolderRounds(Rounds):
         if current.attached.envelope.leaves or self.run.stopping:
             self.run.take_back_hellos(self._number)
         if not self._is_behind:
-            assert self.run.last is not None
-            self._save_if_due(self.run.last)
+            self._save_in_turn()
 
     def _apply(self, current: Round, messages: Tensor) -> None:
         """Ends a round whose manifest is known, and for which this worker has sent a message."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
+        covering = self._newest_checkpoint(least=self._number + 1) if outcome.ending == "covered" else None
+        # A message that is left out stays in the error, unless it was not finite, and never there.
+        has_left = outcome.row is not None or not current.in_momentum
+        with uninterrupted():  # so that `decided` is the manifest of the weights
+            if outcome.drift is None and covering is None:
+                replicator.apply(messages)
+            else:  # of drifted weights, the others have applied this worker's message, if it is listed
+                if covering is not None:
+                    self.take(covering)
+                replicator.mark_applied()
+            self.run.end_round(outcome, current.attached.sequences if has_left else 0)
+            # Later rounds may be decided already. Drifted weights wait for `resync`.
+            self._is_behind = outcome.ending in ("left out", "covered")
+        if outcome.drift is not None:
+            raise outcome.drift
 
-        def end(apply: Callable[[], None]) -> None:
-            with uninterrupted():  # so that `decided` is the manifest of the weights
-                apply()
-                # A message that is left out stays in the error, unless it was not finite, and never there.
-                has_left = outcome.row is not None or not current.in_momentum
-                self.run.end_round(outcome, current.attached.sequences if has_left else 0)
-                # Later rounds may be decided already. Drifted weights wait for `resync`.
-                self._is_behind = outcome.ending in ("left out", "covered")
+    def _save_in_turn(self) -> None:
+        """Writes a checkpoint after a round that has this worker's message, if it is its turn, or `_save_before_end`.
 
-        match outcome.ending:
-            case "listed" | "left out":
-                end(lambda: replicator.apply(messages))
-            case "covered":
-                self._load_newest(least=self._number + 1, then=lambda: end(replicator.mark_applied))
-            case "drifted":  # by the others this worker's message is applied, if it is listed
-                end(replicator.mark_applied)
-                assert outcome.drift is not None
-                raise outcome.drift
-
-    def _save_if_due(self, outcome: FolderOutcome) -> None:
-        """Writes a checkpoint if it is this worker's turn, or if it leaves or the run stops: who stays must have one.
-
-        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. Before an end the
-        first sender writes it, and who was left out, because it may be the last worker.
+        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
         """
-        turn, rest = divmod(self._number, self.run.record.checkpoint_every)
-        if self._may_be_last(outcome):
+        run, last = self.run, self.run.last
+        if self._save_before_end() or last is None:
+            return
+        turn, rest = divmod(self._number, run.record.checkpoint_every)
+        if rest or last.row != turn % len(last.manifest.senders):
+            return
+        if run.is_uploading:  # uploads that queue would slow all rounds down
+            run.say_once(
+                "checkpoints are left out while the one before is not uploaded yet (the run's --checkpoint-every "
+                "is small for this link)"
+            )
+        else:
             self.save()
-        elif rest == 0 and outcome.row == turn % len(outcome.manifest.senders):
-            if self.run.is_uploading:  # uploads that queue would slow all rounds down
-                self.run.say_once(
-                    "checkpoints are left out while the one before is not uploaded yet (the run's --checkpoint-every "
-                    "is small for this link)"
-                )
-            else:
-                self.save()
 
-    def _may_be_last(self, outcome: FolderOutcome) -> bool:
-        """Whether this worker, at its end after this outcome or rounds since, may be the last one."""
-        ends = outcome.envelope.leaves or self.run.stopping
-        return ends and outcome.row in (None, 0) and self._manifest(self._number) is None  # nobody has gone on
+    def _save_before_end(self) -> bool:
+        """Writes a checkpoint if this worker leaves or the run stops: who stays must have one. Returns whether it did.
 
-    @contextmanager
-    def _carrying_steps(self) -> Iterator[None]:
-        """While others' rounds move the weights: local steps that no round of this worker has go on from there."""
-        weights = self.replicator.follower
-        if weights.steps:
-            self._hold()
-        carries = weights.have_start
-        before = self.replicator.fingerprint() if carries else 0
-        try:
-            yield
-        finally:  # some may have come before an error
-            if not carries:
-                weights.adopt()
-            elif weights.have_start and self.replicator.fingerprint() != before:
-                weights.land()
-
-    def _hold(self) -> None:
-        """Before others' rounds move the weights: local ones count from these until they land, also if that fails."""
-        if not self.replicator.follower.have_start:
-            self.replicator.follower.hold()
+        The first sender of the last round writes it, and who was left out, because it may be the last worker.
+        """
+        last = self.run.last
+        if last is None or not (last.envelope.leaves or self.run.stopping) or last.row not in (None, 0):
+            return False
+        if self._manifest(self._number) is not None:  # others have gone on
+            return False
+        self.save()
+        return True
 
     @uninterrupted()
     def leave_open(self) -> None:
@@ -397,7 +413,7 @@ class FolderRounds(Rounds):
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        return self.run.misses > 0 and not (self._leaves or self.is_over or self.replicator.in_flight)
+        return self.run.misses > 0 and self._goes_on and not self.replicator.in_flight
 
     @property
     def is_over(self) -> bool:
@@ -406,13 +422,12 @@ class FolderRounds(Rounds):
 
     def _catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
-        with self._carrying_steps():
+        with self.replicator.follower.moved_by_others():
             self._follow_run()
-        if not (self._leaves or self.is_over):
+        if self._goes_on:
             self.run.hello(self._number)
         self._is_behind = False
-        if self.run.last is not None and self._may_be_last(self.run.last):
-            self.save()
+        self._save_before_end()
 
     # Rounds that were decided without this worker
 
@@ -438,7 +453,7 @@ class FolderRounds(Rounds):
                     )
                     self._hello_ahead(0.0, load_seconds)
                 began = time.monotonic()
-                self._load_newest(least=manifest.round + 1)
+                self.take(self._newest_checkpoint(least=manifest.round + 1))
                 load_seconds, began, rounds = time.monotonic() - began, time.monotonic(), 0
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
@@ -460,7 +475,8 @@ class FolderRounds(Rounds):
         received = self.run.received_bytes
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
-            self._hold()
+            if not result.skipped:
+                self.replicator.follower.hold()
             self.replicator.apply_missed(result, self.run.received_bytes - received)
             self.run.follow(manifest)
 
@@ -504,7 +520,8 @@ class FolderRounds(Rounds):
         if (after.before if after else before.digest) == mine_before:
             return  # the others, too, go on from what this worker has
         # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
-        self._load_newest(least=0 if after is None or after.before == before.digest else number + 1)
+        least = 0 if after is None or after.before == before.digest else number + 1
+        self.take(self._newest_checkpoint(least))
 
     # Checkpoints
 
@@ -544,17 +561,13 @@ class FolderRounds(Rounds):
 
         run.later(write)
 
-    @torch.no_grad()
-    def load(self, number: int, then: Callable[[], None] = lambda: None) -> None:
-        """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken.
-
-        `then` is called before any handler of a signal can see them.
-        """
+    def read_checkpoint(self, number: int) -> Checkpoint | None:
+        """Returns the weights after `number` rounds, for `take`; None if they are not there."""
         run, tensors = self.run, self.replicator.wiring().replicated_tensors()
         name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + MOST_HEAD)
         if data is None:
-            raise CoveredError(f"{run.store.address} has no object {name}")
+            return None
         head, found = _split(name, data)
         mine = (run.record.identity if number else "", number, _shapes(tensors))  # the first one is older than the run
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
@@ -562,45 +575,43 @@ class FolderRounds(Rounds):
         before = self._known_manifest(number - 1) if number else None
         if head.get("before") != log.digest_of(before):
             raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
-        with uninterrupted():
-            self._hold()
-            for tensor, value in zip(tensors, found, strict=True):
-                tensor.copy_(value)
-            self.replicator.round_number.fill_(number)
-            run.decided, self._run_of_weights = before, run.record.identity
-            then()
+        return Checkpoint(number, before, found, run.joined and self._has_stopped(before))
 
-    def _load_newest(self, least: int, then: Callable[[], None] = lambda: None) -> None:
-        """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag.
+    @uninterrupted()
+    @torch.no_grad()
+    def take(self, checkpoint: Checkpoint) -> None:
+        """Takes the weights of a checkpoint; local ones follow as the caller says."""
+        run, place = self.run, self._place
+        self.replicator.follower.hold()
+        for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
+            tensor.copy_(value)
+        self.replicator.round_number.fill_(checkpoint.number)
+        run.decided, run.stopping = checkpoint.before, run.stopping or checkpoint.has_stopped
+        if not isinstance(place, SavedWorker):
+            self._place = Entered(run.record.identity, place is None or place.is_checked)
 
-        `then`: see `load`.
-        """
+    def _newest_checkpoint(self, least: int) -> Checkpoint:
+        """Reads the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
         run = self.run
         what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
         forked = set[int]()
 
-        def load() -> bool | None:
-            found = [number for number in log.checkpoints(run.store) if number >= least and number not in forked]
-            for number in reversed(found):
+        def read() -> Checkpoint | None:
+            there = [number for number in log.checkpoints(run.store) if number >= least and number not in forked]
+            for number in reversed(there):
                 try:
-                    self.load(number, then)
-                except CoveredError:  # deleted since it was listed, because there are newer ones
-                    return None
+                    return self.read_checkpoint(number)  # None: deleted since, because there are newer ones
                 except ForeignError:  # it is none
                     continue
                 except (MessageError, ForkedError) as error:
-                    if number == found[0] and isinstance(error, MessageError):
+                    if number == there[0] and isinstance(error, MessageError):
                         raise
                     if isinstance(error, ForkedError):
                         forked.add(number)
                     run.say_once(f"{error}; taking the one before it")
-                else:
-                    return True
             return None
 
-        run.wait_for(load, f"{run.store.address} has no {what}, and its messages are gone")
-        if run.joined:  # one of the rounds that were not read may have ended the run
-            run.stopping = run.stopping or self._was_stopped
+        return run.wait_for(read, f"{run.store.address} has no {what}, and its messages are gone")
 
     def lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
@@ -633,20 +644,21 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        if self._restored is not None:  # it was loaded, and this worker has not joined yet
-            return replace(self._restored, unsent=self.run.unsent).entry()  # local steps may have come since
-        if not self._run_of_weights:
+        run, place = self.run, self._place
+        if place is None:
             return {}
+        if isinstance(place, SavedWorker):  # this worker has not joined yet
+            return replace(place, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
-        run, current, before = self.run, self.replicator.round, log.digest_of(self.run.decided)
+        current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
         sent_from = self._sent_from if current is None else current.header.round_number + 1
-        numbers = sorted(run.numbers_read), sent_from, unsent, in_message
-        return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
+        numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
+        return SavedWorker(place.run, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -656,13 +668,10 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        run, self._restored = self.run, saved
+        run, self._place = self.run, saved
         run.joined = self._is_behind = False
-        self._is_checked, self._sent_from = saved is None, 0 if saved is None else saved.sent_from
-        if saved is None:
-            self._run_of_weights, run.numbers_read, run.unsent = "", set(), 0
-        else:
-            self._run_of_weights, run.numbers_read, run.unsent = saved.run, {*saved.read}, saved.unsent
+        run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
+        self._sent_from = saved.sent_from if saved else 0
 
 
 def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
