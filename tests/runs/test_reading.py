@@ -101,6 +101,7 @@ def test_state_knows_what_its_local_steps_have_read():
             worker.step()
             read.update(batch)
         state = worker.state()
+        assert len(state["folder"]["read"]) == 2 * worker.optimizer.local_steps
     assert read == Counter(range(20))
 
 

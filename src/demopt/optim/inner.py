@@ -108,7 +108,7 @@ class InnerOptimizers:
         finally:
             self.is_stepping = False
             for settings in self._settings:
-                settings.state_names.update(settings.changed())  # in the step, so by the optimizer
+                settings.end_step()
         if self._lent:
             self._take_lent()
 
@@ -234,7 +234,7 @@ class InnerOptimizers:
             raise
         self._lent = {}
         for settings, saved, group in zip(self._settings, in_groups, loaded, strict=True):
-            settings.state_names.update(saved)
+            settings.load(saved)
             if lost := ", ".join(sorted({*saved} - {*group})):  # torch.distributed.checkpoint loads names there are
                 warn(f"the state lacks {lost} of an inner optimizer's group, which begins anew; save one file per rank")
         self._follow()
@@ -426,6 +426,14 @@ class GroupSettings:
                     if name not in before or before[name][1] != self._seen[name][1]:
                         found[name] = value
         return found
+
+    def end_step(self) -> None:
+        """After a step of the optimizer: what has changed in it is the optimizer's."""
+        self.state_names.update(self.changed())
+
+    def load(self, names: Collection[str]) -> None:
+        """Takes the names of what the optimizer had changed when a state was saved. Then `follow` the loaded group."""
+        self.state_names.update(names)
 
     def follow(self, group: Group) -> None:
         """Takes over the changes between two steps, which are the user's."""
