@@ -27,7 +27,7 @@ from demopt.core.rules import RULE_STATE, RULE_WEIGHTS, AdamW
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import shard_of, to_local
-from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy
+from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy, add_owner_error
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.validation import check_count, check_rank, warn
@@ -490,16 +490,13 @@ def _own_value(saved: SavedParameter, name: str) -> Any:
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
-    """Puts the owner's error into the rank's own, because the chunks get other owners.
-
-    It becomes `old_size` times as large, because the mean over these ranks is taken of it next.
-    """
+    """Puts the owner's error into the rank's own."""
     if OWNER_ERROR not in saved.own:
         return saved
-    own = dict(saved.own)
-    start, owned, error = int(own.pop(OWNER_START)), own.pop(OWNER_ERROR), own["momentum"].clone()
-    error[start : start + len(owned)].add_(owned, alpha=old_size)
-    return replace(saved, own={**own, "momentum": error})
+    momentum = saved.own["momentum"].clone()
+    add_owner_error(saved.own, momentum, old_size)
+    own = {name: value for name, value in saved.own.items() if name not in OF_OWNERS}
+    return replace(saved, own={**own, "momentum": momentum})
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:

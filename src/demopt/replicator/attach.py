@@ -78,14 +78,21 @@ def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wirin
     kept = {parameter for parameter, own in owned.items() if _keeps(entries[parameter], own, rank_and_size)}
     for parameter, entry in entries.items():
         if OWNER_ERROR in entry and parameter not in kept:
-            # Rounds apply the mean over the ranks of now, so the error enters this rank's momentum that many times.
-            start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-            momentum = state[parameter]["momentum"][start : start + len(error)]
-            momentum.add_(error.to(momentum.device), alpha=rank_and_size[1])  # a file's tensors may be on the host
+            add_owner_error(entry, state[parameter]["momentum"], rank_and_size[1])
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in OF_OWNERS}
     for parameter, own in owned.items():
         _copy_into(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
         state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
+
+
+def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, world_size: int) -> None:
+    """Adds an owner's error to its own momentum [n, r, c], in place, because the chunks get another owner.
+
+    It enters `world_size` times, because the mean over so many ranks is taken of it next, by a round or `share_of`.
+    """
+    start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
+    rows = momentum[start : start + len(error)]
+    rows.add_(error.to(rows.device), alpha=world_size)  # a file's tensors may be on the host
 
 
 def _alone_in_storage(rows: Tensor) -> Tensor:
