@@ -148,6 +148,8 @@ def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: 
         if not bucket and not Path(place).is_dir():  # opening it would make it
             raise NoRunError(f"{address} is no folder here; {start}")
         run = FolderExchange(address, patience=patience, key=key)
+    except NoRunError:
+        raise
     except ValueError as error:
         raise InputError(str(error)) from None
     if log.read_record(run.store) is None:
