@@ -357,3 +357,17 @@ def test_rank_on_another_machine_cannot_tell_the_loss_of_the_store_from_that_of_
     far._hosts = {0: "m0", 1: "m1"}
     lost = "no answer from rank 0 (host m0) of 3, whose machine holds the store"
     assert far.suspects([0, 1, 2]) == f"{lost} (or the network of rank 1 (host m1) is down)"
+
+
+def test_rank_that_comes_to_a_call_while_another_asks_where_it_is_has_come(monkeypatch):
+    """By its answer it is already in the next exchange."""
+    store = dist.HashStore()
+    early, key = Liveness(lambda: store, rank=0), liveness._key_of([0, 1])
+
+    def comes(ranks):
+        store.add(f"demopt/await/{key}/join", 1)
+        return {0: Answer(0, True), 1: Answer(1, True)}
+
+    monkeypatch.setattr(liveness, "_ASK_SECONDS", 0.0)
+    early._answers = comes
+    early.await_all([0, 1], "join", 60.0)

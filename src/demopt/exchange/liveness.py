@@ -89,7 +89,8 @@ class Liveness:
                 answers, asked = self._answers(ranks), time.monotonic()
                 begun = answers[self._rank].begun
                 elsewhere = [rank for rank, each in answers.items() if each.waiting and each.begun > begun]
-                if len(answers) < len(ranks):
+                come = store.add(place, 0)  # a rank may have come since, and gone on to its next exchange
+                if len(answers) < len(ranks) or come >= self._came[place] * len(ranks):
                     return
                 if elsewhere or asked > started + seconds:
                     self._came[place] -= 1
