@@ -13,7 +13,7 @@ the largest overlap.
 import io
 import math
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, BinaryIO, NamedTuple
@@ -123,8 +123,13 @@ def check_form(state: Any) -> None:
     given: Mapping[str, Any] = state if isinstance(state, Mapping) else {"state": None}
     groups, entries = given.get("param_groups", []), given.get("state", {})
     maps = [*groups, *entries.values()] if isinstance(groups, list) and isinstance(entries, Mapping) else [None]
-    if not all(isinstance(each, Mapping) for each in maps) or not all("params" in group for group in groups):
+    if not all(isinstance(each, Mapping) for each in maps) or not all(map(_has_parameters, groups)):
         raise TypeError("this is no optimizer's state: give the result of state_dict(), with param_groups and state")
+
+
+def _has_parameters(group: Mapping[str, Any]) -> bool:
+    found = group.get("params")
+    return isinstance(found, list | tuple) and all(isinstance(number, Hashable) for number in found)
 
 
 def check_sizes(state: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:

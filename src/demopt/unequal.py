@@ -31,6 +31,11 @@ def fit_batches(
         raise ValueError(f"speeds is {speeds}; give each worker's sequences per second, 0 where it is not known")
     speeds = {worker: check_number(f"sequences per second of {worker}", speed) for worker, speed in speeds.items()}
     check_count("total", total)
+    if not isinstance(before, Mapping | None):
+        raise TypeError(f"before is {before!r}; give a mapping of workers to batches")
+    before = {
+        worker: check_count(f"the batch of {worker} before", size, low=0) for worker, size in (before or {}).items()
+    }
     known = [speed for speed in speeds.values() if speed]
     mean = sum(known) / len(known) if known else 1.0
     filled = {worker: speed or mean for worker, speed in speeds.items()}

@@ -52,6 +52,13 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
     return count
 
 
+def check_yes_or_no(name: str, value: Any) -> bool:
+    """Returns a bool; TypeError if it is none."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; give True or False")
+    return value
+
+
 def check_rank(name: str, value: Any, world_size: int) -> None:
     """Raises TypeError or ValueError unless a value is the number of a rank."""
     if check_count(name, value, low=0) >= world_size:

@@ -57,7 +57,8 @@ def test_muon_groups_finds_embeddings_and_heads_of_transformers_models():
         assert "lm_head.weight" in _names(decoder, untied["params"])
 
 
-def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split():
+@pytest.mark.parametrize("lr", [-1.0, "fast"])
+def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split(lr):
     with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
     splits = [demopt.muon_groups, *([demopt.muon_adamw] if hasattr(torch.optim, "Muon") else [])]
@@ -67,6 +68,8 @@ def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split(
                 call(frozen, 0.1)
         with pytest.raises(ValueError, match="a parameter of a lazy module has no shape yet"):
             call(nn.LazyLinear(3), 0.1)
+        with pytest.raises((TypeError, ValueError), match="lr is "):
+            call(nn.Linear(2, 2), lr)
     for call in (lambda given: splits[-1](given, lr=0.1), demopt.unsync, demopt.broadcast_buffers):
         with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected"):
             call([*nn.LayerNorm(8).parameters()])

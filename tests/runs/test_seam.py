@@ -25,22 +25,27 @@ from demopt.train.runs import worker as trainers
 
 
 @pytest.mark.parametrize(
-    ("note", "told"),
+    ("name", "value", "told"),
     [
-        ("x" * 5000, "note takes 5,002 bytes as JSON; give at most 3,072"),
-        ({1, 2}, "note cannot be written as JSON"),
-        ({"loss": math.inf}, "note cannot be written as JSON"),
-        (json.loads("[" * 40 + "]" * 40), "note is nested more than 32 deep"),
+        ("note", "x" * 5000, "note takes 5,002 bytes as JSON; give at most 3,072"),
+        ("note", {1, 2}, "note cannot be written as JSON"),
+        ("note", {"loss": math.inf}, "note cannot be written as JSON"),
+        ("note", json.loads("[" * 40 + "]" * 40), "note is nested more than 32 deep"),
+        ("total", 1e6, r"total is 1000000\.0; give a whole number"),
+        ("wanted", "many", "wanted is 'many'; give a whole number"),
+        ("wanted", -1, "wanted is -1; it must be at least 0"),
     ],
 )
-def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, note, told):
+def test_message_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, name, value, told):
     first, second = joined(store)
-    first.run.note = note
+    usual = getattr(first.run, name)
+    setattr(first.run, name, value)
     first.step()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises((ValueError, TypeError), match=told):
         first.step()
     assert not log.look(store, 0).messages
-    first.run.note = "x" * 3000
+    setattr(first.run, name, "x" * 3000 if name == "note" else usual)
+    first.run.leaving = torch.tensor(False)  # as a condition of a script may be
     rounds(first, second)
     assert (first.rounds, second.digest) == (1, first.digest)
 
@@ -54,6 +59,8 @@ def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_l
         ({"late": -1}, "late is -1; it must lie in"),
         ({"patience": "long"}, "patience is 'long'; give a number"),
         ({"settings": {"x": object()}}, "settings cannot be written as JSON"),
+        ({"settings": [1]}, r"settings is \[1\]; give a dict"),
+        ({"keep_log": 1}, "keep_log is 1; give True or False"),
     ],
 )
 def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sent(tmp_path, wrong, told):

@@ -277,6 +277,12 @@ def test_fitted_batches_take_an_unmeasured_worker_for_the_mean():
 
 
 @pytest.mark.parametrize("speeds", [{}, {"a": -1.0}, {"a": float("nan")}, {"a": float("inf")}, {"a": 10**400}, [1.0]])
-def test_fitted_batches_refuse_what_is_no_speed(speeds):
+def test_fitted_batches_refuse_what_is_no_speed_and_no_batch(speeds):
     with pytest.raises(ValueError, match="sequences per second"):
         fit_batches(speeds, 4)
+    for before, told in (
+        ({"a": "few"}, "the batch of a before is 'few'; give a whole"),
+        (3, "before is 3; give a map"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            fit_batches({"a": 1.0}, 4, before)

@@ -14,7 +14,7 @@ from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import CHUNKINGS
 from demopt.core.rules import Rule, rule_of
 from demopt.core.transform import TRANSFORMS
-from demopt.validation import check_choice, check_count, check_number, suggestion
+from demopt.validation import check_choice, check_count, check_number, check_yes_or_no, suggestion
 from demopt.wire.bits import index_code
 from demopt.wire.quantizers import QUANTIZERS
 
@@ -83,12 +83,6 @@ def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
     return replace(codec, **given)
 
 
-def _yes_or_no(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; give True or False")
-    return value
-
-
 _up_to_one = partial(check_number, high=1.0, closed_high=True)
 
 
@@ -108,9 +102,9 @@ class Hyperparameters:
     values: Annotated[str, partial(check_choice, known=QUANTIZERS)]
     gradient_scale: Annotated[str, partial(check_choice, known=(*GRADIENT_SCALES, "sum"))]  # see `momentum_is_error`
     chunking: Annotated[str, partial(check_choice, known=CHUNKINGS)]
-    exact: Annotated[bool | None, lambda name, value: None if value is None else _yes_or_no(name, value)]
-    clip_to_median: Annotated[bool, _yes_or_no]
-    maximize: Annotated[bool, _yes_or_no]
+    exact: Annotated[bool | None, lambda name, value: None if value is None else check_yes_or_no(name, value)]
+    clip_to_median: Annotated[bool, check_yes_or_no]
+    maximize: Annotated[bool, check_yes_or_no]
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Hyperparameters":

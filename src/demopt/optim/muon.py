@@ -48,6 +48,7 @@ def muon_groups(
         [('muon', 0.02, 1), ('adamw', 0.004, 3)]
         >>> optimizer = demopt.DeMo(groups, momentum_decay=0.95)
     """
+    check_number("lr", lr)
     matrices, rest = _split_matrices(model, others)
     remember(model, "muon_groups")
     if not matrices:
@@ -107,6 +108,7 @@ def muon_adamw(
     """
     if not hasattr(torch.optim, "Muon"):
         raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
+    check_number("lr", lr)
     check_number("momentum", momentum, high=1.0)
     matrices, rest = _split_matrices(model, others)
     remember(model, "muon_adamw")

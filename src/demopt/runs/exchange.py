@@ -41,7 +41,7 @@ from demopt.runs.open_round import (
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.store import Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
-from demopt.validation import check_count, check_number
+from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
 from demopt.wire.message import Header
 
@@ -102,6 +102,9 @@ class FolderExchange(VaryingExchange):
         super().__init__(SingleRank())
         self.late = check_number("late", late)
         every = check_count("checkpoint_every", checkpoint_every, high=log.MOST_ROUNDS)  # joining workers refuse more
+        if not isinstance(settings, dict | None):
+            raise TypeError(f"settings is {settings!r}; give a dict")
+        keep_log = check_yes_or_no("keep_log", keep_log)
         self._new_run: dict[str, Any] = {"checkpoint_every": every, "keep_log": keep_log, "settings": settings or {}}
         _as_json("settings", self._new_run, log.MOST_JSON // 2)
         patience = check_number("patience", patience)
@@ -289,19 +292,19 @@ class FolderExchange(VaryingExchange):
             raise RuntimeError(_NOT_JOINED)
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         note = _as_json("note", self.note, _MOST_NOTE)
-        theirs = self._reading
-        if self.total and theirs and theirs.total != self.total:
+        theirs, total, wanted = self._reading, *(check_count(n, getattr(self, n), low=0) for n in ("total", "wanted"))
+        if total and theirs and theirs.total != total:
             raise SettingsError(
-                f"the data of {self.worker} has {self.total:,} sequences in all epochs, that of the run in "
+                f"the data of {self.worker} has {total:,} sequences in all epochs, that of the run in "
                 f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
         reads: Reads | None = None
-        if self.total:
+        if total:
             self.numbers_read = self.unsent_reads
-            reads = Reads(len(self.numbers_read), self.wanted, self.total)
+            reads = Reads(len(self.numbers_read), wanted, total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=self.leaving, stop=self.heard_stop < math.inf, weights=fingerprint, note=note,
+            leaves=bool(self.leaving), stop=self.heard_stop < math.inf, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(envelope, self.decided, self.round_began, self.unsent)
