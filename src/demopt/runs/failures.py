@@ -63,7 +63,7 @@ TABLE = tuple(map(Failure._make, (
     # Credentials and clock
     (r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", SETTINGS, CREDENTIALS),
     ("ExpiredToken|TokenRefreshRequired|InvalidToken", SETTINGS,
-     "the credentials' token has expired; end this command (Ctrl-C saves), and start it with a new one"),
+     "the credentials' token has expired; get a new one, and start this command again (Ctrl-C saves)"),
     ("RequestTimeTooSkewed|RequestExpired", SETTINGS, "the clock of this machine or the server is wrong; set the time"),
     ("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed|Unauthenticated|: 401 ", SETTINGS,
      "wrong credentials"),
