@@ -452,22 +452,31 @@ def test_worker_that_missed_a_stop_does_not_stop_those_who_went_on(comes, tmp_pa
     assert (worker.rounds, again.run.stopping) == (again.rounds - 2, False)
 
 
-def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(store, monkeypatch):
+@pytest.mark.parametrize("within", ["a pause", "a request"])
+def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(within, store, monkeypatch):
     first, second = joined(store)
-    first.run.late, slept = 600.0, [0.0]
+    first.run.late, slept, waits, look = 600.0, [0.0], threading.Event(), log.look
 
     def sleep(seconds):
         time.sleep(seconds)
-        if threading.current_thread() is not threading.main_thread() and not slept[0]:
-            slept[0] = 300.0
+        waits.set()
+        slept[0] = 300.0 if within == "a pause" else slept[0]
+
+    def looked(*given):
+        slept[0] = 300.0 if waits.is_set() else 0.0
+        return look(*given)
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0], sleep=sleep)
     monkeypatch.setattr("demopt.runs.open_round.time", clock)
+    monkeypatch.setattr(log, "look", looked)
     with waiting(first.round, store):
         wait_for(lambda: slept[0])
         second.round()
-    assert first.run.last.waited_for == ("w1",)
-    assert first.run.last.waited < 200 < first.run.last.slept < 301
+    if within == "a pause":
+        assert first.run.last.waited_for == ("w1",)
+        assert first.run.last.waited < 200 < first.run.last.slept < 301
+    else:
+        assert first.run.last.waited_for == ()
 
 
 def test_nobody_awaits_a_worker_that_left(tmp_path, capsys):

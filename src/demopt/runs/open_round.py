@@ -68,7 +68,7 @@ class FolderOutcome(Outcome):
     needed: float  # seconds from the round before until the message was put, or the round found to be over
     waited: float  # seconds in all, without those in which this process slept
     slept: float  # seconds, as after SIGSTOP, while it waited for the last workers
-    waited_for: tuple[str, ...]
+    waited_for: tuple[str, ...]  # the last workers; none if it waited for one request, for the most part
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
 
@@ -90,6 +90,7 @@ class OpenRound:
         self.known_at = 0.0  # when the manifest was read
         self.waited_for = tuple[str, ...]()  # the workers, last
         self.slept = 0.0  # seconds in which this process did not look for them
+        self._longest = 0.0  # seconds that requests took at once: of the store, or of this process's sleep
         self._unreadable = set[str]()  # workers whose message or hello was listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
@@ -102,6 +103,7 @@ class OpenRound:
         run, number, decided, began = self._run, self._header.round_number, self._attached.decided, time.monotonic()
         manifest = self._send()
         ready_at = self.put_at or time.monotonic()
+        self._longest = time.monotonic() - began
         if manifest is None:
             self.add(self.mine, log.digest(self.mine.packed()))
             self.read_new()  # what the look beside the put has found: who comes last decides without another one
@@ -126,10 +128,11 @@ class OpenRound:
             run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
+        waited = time.monotonic() - began - self.slept
         return FolderOutcome(
             row, result, ending=ending, drift=drift, manifest=manifest, envelope=mine,
             needed=ready_at - self._attached.round_began,
-            waited=time.monotonic() - began - self.slept, waited_for=self.waited_for, slept=self.slept,
+            waited=waited, waited_for=() if 2 * self._longest > waited else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 
@@ -188,7 +191,9 @@ class OpenRound:
                 time.sleep(pause)
                 more = time.monotonic() - now - pause
                 self.slept += more if more > _ASLEEP else 0.0
+                looked_at = time.monotonic()
                 self.read_new(self.look, *([run.hears_stop] if now - put_at > TOLD_AFTER else []))
+                self._longest = max(self._longest, time.monotonic() - looked_at)
                 self.waited_for = missing
             elif any(self.unread()):
                 self.read_new(self.look)

@@ -311,7 +311,7 @@ class Worker(Training):
         if last.slept > LONG:
             report.say(f"round {manifest.round + 1}: this worker itself slept for {last.slept:.1f} s")
         if last.waited > LONG:
-            whom = ", ".join(last.waited_for) or "the store"
+            whom = ", ".join(last.waited_for) or "the store, unless this worker slept"
             report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
         members = set(manifest.members)
         came, gone = members - self._members, self._members - members
