@@ -13,6 +13,7 @@ from forked import free_port
 pytest.importorskip("lightning", reason="needs Lightning: make test-integrations")
 
 import lightning.pytorch as lightning
+from lightning.pytorch.plugins import MixedPrecision
 
 from demopt.integrations.lightning import DeMoStrategy
 
@@ -79,3 +80,56 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path
     assert trainer.optimizers[0].local_steps == 0, "a last round"
     trainer.optimizers[0].load_state_dict(saved["optimizer_states"][0])
     assert torch.equal(module.layer.weight, local), "this rank goes on from its local weights"
+
+
+def _clipped(optimizers, precision, **settings):
+    """The change of a weight in one step of a module with these optimizers, whose gradient is clipped to a norm."""
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.automatic_optimization = bool(settings)
+
+        def training_step(self, rows, number):
+            loss = 100 * (self.weight * rows).mean()
+            if not self.automatic_optimization:
+                self.manual_backward(loss)
+                self.clip_gradients(self.optimizers(), 0.25, "norm")
+                self.optimizers().step()
+            return loss
+
+        def configure_optimizers(self):
+            return optimizers(self.parameters())
+
+        def on_train_batch_end(self, *_):
+            self.change = (self.weight.detach() - 1).norm().item()
+
+    module = Module()
+    trainer = lightning.Trainer(
+        strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_steps=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **precision, **settings,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(1, 4)))
+    return module.change
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_strategy_clips_gradients_in_mixed_precision(monkeypatch):
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def local(parameters):
+        return demopt.LocalDeMo(torch.optim.SGD(parameters, lr=1.0), sync_every=2)
+
+    def half():
+        return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))}
+
+    try:
+        for precision in ({}, {"precision": "bf16-mixed"}, half()):
+            assert _clipped(local, precision, gradient_clip_val=0.25) == pytest.approx(0.25, rel=1e-3)
+        assert _clipped(local, {"precision": "bf16-mixed"}) == pytest.approx(0.25, rel=1e-3)
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+            _clipped(local, half())  # Lightning would clip gradients that are still scaled
+    finally:
+        torch.distributed.destroy_process_group()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from demopt.integrations import require_demo
@@ -35,6 +36,25 @@ class DeMoStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             require_demo(optimizer, "with DeMoStrategy", 'use strategy="ddp", or return a DeMo or LocalDeMo')
+        if isinstance(self.precision_plugin, MixedPrecision):
+            self._make_clip(self.precision_plugin)
+
+    def _make_clip(self, precision: MixedPrecision) -> None:
+        """Makes it clip gradients of optimizers that GradScaler lets unscale them in their step, which it refuses.
+
+        Before a step by hand it refuses float16 as before: one optimizer's step makes GradScaler forget what it has
+        unscaled for another.
+        """
+        refusing = precision.clip_gradients
+
+        def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if precision.scaler is not None:
+                if not self.lightning_module.automatic_optimization:
+                    return refusing(optimizer, *args, **kwargs)
+                precision.scaler.unscale_(optimizer)
+            return Precision.clip_gradients(precision, optimizer, *args, **kwargs)
+
+        precision.clip_gradients = clip_gradients
 
     def on_validation_start(self) -> None:
         """Gives the model the global weights."""
