@@ -322,3 +322,21 @@ def test_signal_at_any_line_of_the_context_is_handled_once_and_one_that_waits_th
         assert ctrl_c.has_interrupted, at
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     assert at > 10
+
+
+def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_since():
+    store = ObjectStore()
+    workers = [Counter(store, number) for number in range(2)]
+    mine, interrupted = workers[1], Mock(side_effect=KeyboardInterrupt)
+    mine.step()
+    mine.optimizer._rounds.exchange_and_apply = interrupted
+    for _ in range(2):  # the second step is after the round that is left open
+        with pytest.raises(KeyboardInterrupt):
+            mine.step()
+    again = workers[1] = Counter(store, 1, state=mine.state(), taken=mine.taken)
+    again.optimizer.replicator.exchange = at_first(interrupted, again.optimizer.replicator.exchange)
+    with pytest.raises(KeyboardInterrupt):
+        again.join()
+    again.optimizer.flush()
+    again.join()
+    assert times_applied(store, workers)[1] == [1.0] * 3

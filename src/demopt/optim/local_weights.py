@@ -174,7 +174,7 @@ class LocalWeights(Follower):
         elif stage != "sent":  # left open by a handler that saves, a round that is sent was kept then
             self.keep(finite)
         if stage == "left open" and not finite:  # it may move the global weights later: D, which is 0, is from here
-            self.hold()
+            self._start_from_global()
         if stage != "failed":
             self.steps = 0
 
@@ -201,6 +201,9 @@ class LocalWeights(Follower):
     def hold(self) -> None:
         """Before others' rounds move the global weights: D counts from those of now until local ones have followed."""
         self._others_move = True
+        self._start_from_global()
+
+    def _start_from_global(self) -> None:
         if not self.start_of:
             starts = self._beside()
             self._copy((self.global_of[local], start) for local, start in starts.items())

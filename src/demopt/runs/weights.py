@@ -252,8 +252,6 @@ class FolderRounds(Rounds):
                 self.replicator.follower.drop_steps()
         self._place = entered
         if self.replicator.is_open:
-            if self.replicator.follower.steps:
-                self.replicator.follower.hold()
             try:
                 self._exchange_and_apply()
             except DriftError as error:  # of the state's weights, from an earlier life
@@ -359,6 +357,8 @@ class FolderRounds(Rounds):
         has_left = outcome.row is not None or not current.in_momentum
         with uninterrupted():  # so that `decided` is the manifest of the weights
             if outcome.drift is None and covering is None:
+                if current.stage == "left open":  # local steps since go on from where it moves the weights
+                    replicator.follower.hold()
                 replicator.apply(messages)
             else:  # of drifted weights, the others have applied this worker's message, if it is listed
                 if covering is not None:
