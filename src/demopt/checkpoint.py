@@ -39,7 +39,8 @@ from demopt.state import StateDict, overlaps, part_for
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
-_KEY = re.compile(r"(?P<prefix>.*\.|)rank(?P<rank>\d+)(?P<rest>\.shard[\d_]+\.(?P<number>\d+))")
+_KEY = re.compile(r"(?P<prefix>.*\.|)rank(?P<rank>\d+)(?P<rest>\.shard(?P<shard>[\d_]+)\.(?P<number>\d+))")
+_SHARDS = "the number of shards inside a node must be that of the checkpoint; the number of nodes may change"
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -67,6 +68,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 continue
             prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
             old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in saved)
+            if not old_size and f"{prefix}rank0.shard0.0" in saved and match["shard"] != "0":
+                raise ValueError(f"the checkpoint has nothing of shard {match['shard']}: {_SHARDS}")
             now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
             for old in overlaps(rank, now, old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
@@ -105,7 +108,8 @@ class OptimizerState:
 
     Raises:
         TypeError: another optimizer.
-        ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`.
+        ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`. Or each rank's
+            parameters had another number of shards.
 
     Examples:
         >>> import demopt, torch
@@ -160,7 +164,12 @@ class OptimizerState:
                     for name, value in saved["values"].items()
                 }
         folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
-        self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
+        try:
+            self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
+        except ValueError as error:
+            if any(to_local(parameter) is not parameter for parameter in parameters):
+                raise ValueError(f"{error}. Of FSDP2 or tensor parallelism, {_SHARDS}") from error
+            raise
 
     @property
     def _parameters(self) -> list[Tensor]:

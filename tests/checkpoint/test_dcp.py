@@ -86,9 +86,9 @@ def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path):
 # FSDP2 inside pairs of ranks, demopt between the pairs
 
 
-def _sharded(rank, world_size, kind, folder, save):
+def _sharded(rank, world_size, kind, folder, save, shards=2):
     """The unsent part of each parameter's shard, and the bits of the shards four steps later."""
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8))
     fully_shard(model, mesh=mesh["shard"])
@@ -108,7 +108,7 @@ def _sharded(rank, world_size, kind, folder, save):
         dcp.save(state, checkpoint_id=folder)
     else:
         problems.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
-    unsent = [problems.unsent(optimizer.state[p], world_size // 2) for p in parameters] if kind != "DeMo" else []
+    unsent = [problems.unsent(optimizer.state[p], world_size // shards) for p in parameters] if kind != "DeMo" else []
     train(range(6, 10))
     return unsent, problems.bits(parameter.to_local() for parameter in parameters)
 
@@ -117,6 +117,15 @@ def _sharded(rank, world_size, kind, folder, save):
 def test_dcp_resumes_shards_inside_a_node_bit_for_bit(kind, tmp_path):
     saved, loaded = (ranks.run(_sharded, 4, kind, str(tmp_path / "checkpoint"), save) for save in (True, False))
     assert [bits for _, bits in saved] == [bits for _, bits in loaded]
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
+def test_dcp_says_that_another_number_of_shards_cannot_load(kind, before, now, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(_sharded, 2, kind, folder, True, before)
+    told = [str(outcome.error) for outcome in ranks.outcomes(_sharded, 2, kind, folder, False, now)]
+    assert all("the number of shards inside a node must be that of the checkpoint" in each for each in told), told
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
