@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import itertools
 import threading
 from contextlib import nullcontext
 from fractions import Fraction
@@ -171,13 +172,15 @@ def test_state_of_an_inner_optimizer_apart_from_its_parameters_is_resumed():
 
 
 def test_numbers_in_the_state_of_an_inner_optimizer_are_resumed_and_lent_in_their_precision():
-    mine, *others = (LocalDeMo(torch.optim.NAdam(problems.parameters([(4, 2)], torch.bfloat16))) for _ in range(3))
+    shapes = [(4, 2), ()]
+    mine, *others = (LocalDeMo(torch.optim.NAdam(problems.parameters(shapes, torch.bfloat16))) for _ in range(3))
     train(mine, range(5))
     others[0].load_state_dict(problems.by_file(mine.state_dict()))
     others[1]._inner.borrow(mine._inner.moments())
     train(others[1], range(1))
-    for each in others:
-        assert torch.equal(each._inner.moments()["0.mu_product"], mine._inner.moments()["0.mu_product"])
+    for each, name in itertools.product(others, ("0.mu_product", "1.mu_product")):
+        assert torch.equal(each._inner.moments()[name], mine._inner.moments()[name])
+    assert others[0].inner[0].state[others[0].param_groups[0]["params"][1]]["exp_avg"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -34,6 +34,7 @@ from demopt.train.runs import worker as trainers
         ("total", 1e6, r"total is 1000000\.0; give a whole number"),
         ("wanted", "many", "wanted is 'many'; give a whole number"),
         ("wanted", -1, "wanted is -1; it must be at least 0"),
+        ("total", 1 << 62, "total is .*; it must be at most"),
     ],
 )
 def test_message_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, name, value, told):

@@ -256,12 +256,16 @@ def _forms(entry: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _restore_numbers(optimizer: torch.optim.Optimizer, loaded: list[dict[str, Any]]) -> None:
     """After loading entries: numbers, such as NAdam's mu_product, which torch rounds to the parameter's dtype."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for parameter, saved in zip(parameters, loaded, strict=True):
-        entry = optimizer.state.get(parameter, {}) if parameter.dim() else {}
-        for name, value in saved.items() if entry else ():
-            if isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor):
-                entry[name] = value.to(entry[name].device, copy=True)
+    rest = iter(loaded)
+    for group in optimizer.param_groups:
+        # Of a parameter that is a number itself, moments are, too: those have its dtype.
+        numbers = {name for name, value in _state_of_step(optimizer, group, 1).items() if not value.dim()}
+        for parameter, saved in zip(group["params"], rest, strict=False):
+            entry = optimizer.state.get(parameter, {})
+            for name, value in saved.items() if entry else ():
+                is_kept = isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor)
+                if is_kept and (parameter.dim() or name in numbers):
+                    entry[name] = value.to(entry[name].device, copy=True)
 
 
 def _check_usable(optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:

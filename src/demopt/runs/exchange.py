@@ -292,7 +292,8 @@ class FolderExchange(VaryingExchange):
             raise RuntimeError(_NOT_JOINED)
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         note = _as_json("note", self.note, _MOST_NOTE)
-        theirs, total, wanted = self._reading, *(check_count(n, getattr(self, n), low=0) for n in ("total", "wanted"))
+        theirs = self._reading
+        total, wanted = (check_count(name, getattr(self, name), 0, (1 << 62) - 1) for name in ("total", "wanted"))
         if total and theirs and theirs.total != total:
             raise SettingsError(
                 f"the data of {self.worker} has {total:,} sequences in all epochs, that of the run in "
