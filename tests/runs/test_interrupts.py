@@ -17,6 +17,7 @@ from workers import EXACTLY, AtOnce, Counter, at_first, replayed, times_applied
 import demopt
 import problems
 from demopt import FolderExchange
+from demopt.errors import ExchangeError
 from demopt.exchange import SingleRank
 from demopt.interrupts import uninterrupted
 from demopt.replicator import attach, replicator
@@ -248,6 +249,34 @@ def test_state_within_a_round_of_connected_ranks_is_refused_and_the_round_goes_o
     assert int(optimizer.replicator.round_number) == 1
 
 
+@pytest.mark.parametrize("optimizer_class", [problems.local, problems.demo])
+def test_round_that_a_user_begins_stays_while_a_handler_tries_to_save(optimizer_class):
+    optimizer = optimizer_class(SingleRank())
+    extract = optimizer.replicator.extract
+
+    def saved(*given, **settings):
+        message = extract(*given, **settings)
+        with pytest.raises(RuntimeError, match="state_dict came between extract and apply"):
+            optimizer.own_state_dict()
+        return message
+
+    optimizer.replicator.extract = saved
+    problems.set_gradients(problems.all_parameters(optimizer), 0)
+    optimizer.apply(optimizer.exchange(optimizer.extract()))
+    optimizer.own_state_dict()
+
+
+def test_round_in_flight_that_travels_again_stays_while_a_handler_saves(monkeypatch):
+    optimizer = problems.local(SingleRank(), delay=1)
+    optimizer.warns_of_saving = False
+    problems.fingerprints(optimizer, [0])
+    current = optimizer.replicator.round
+    monkeypatch.setattr(replicator, "handshake_due", lambda _: True)
+    monkeypatch.setattr(optimizer.replicator.session, "compare", lambda *_: optimizer.own_state_dict())
+    optimizer.flush()
+    assert current.stage == "applied"
+
+
 def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkeypatch):
     parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)
     del codec["error_decay"]
@@ -322,6 +351,21 @@ def test_signal_at_any_line_of_the_context_is_handled_once_and_one_that_waits_th
         assert ctrl_c.has_interrupted, at
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     assert at > 10
+
+
+def test_local_steps_that_have_followed_a_late_round_stay_where_no_other_moves_weights():
+    worker = Counter(ObjectStore(), 0, delay=1)
+    worker.step()
+    worker.failing = 1
+    worker.step()  # whose round fails in flight
+    worker.step()
+    with pytest.raises(ExchangeError, match="away"):
+        worker.step()
+    worker.step()
+    weights = worker.parameter.detach().clone()
+    with worker.optimizer._weights.moved_by_others():
+        pass
+    assert torch.equal(worker.parameter, weights)
 
 
 def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_since():

@@ -13,7 +13,7 @@ from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters
 from demopt.core.rules import Rule
 from demopt.optim.mistakes import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
-from demopt.replicator.replicator import Replicator, Round
+from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options
 from demopt.state import check_sizes, read_state
@@ -139,12 +139,9 @@ class DeMo(ReplicatedOptimizer):
         No network between nodes, except that with two levels the first call runs the handshake. Follow it with `apply`
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
-        current = self._extract()
-        current.by_user = True
-        assert current.message is not None
-        return current.message
+        return self._extract(by_user=True)
 
-    def _extract(self) -> Round:
+    def _extract(self, by_user: bool = False) -> Tensor:
         self._all_states = None
         self._follow_state()
         if not self.replicator.session.has_met:
@@ -153,9 +150,7 @@ class DeMo(ReplicatedOptimizer):
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         self._note_gradients(gradients)
         self._warn_unless_trained()
-        self.replicator.extract(gradients, unscale)
-        assert self.replicator.round is not None
-        return self.replicator.round
+        return self.replicator.extract(gradients, unscale, by_user=by_user)
 
     @unrecorded
     def apply(self, messages: Tensor) -> None:

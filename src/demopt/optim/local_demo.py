@@ -251,10 +251,9 @@ class LocalDeMo(ReplicatedOptimizer):
             raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
         self._follow_inner()
         self._weights.begin()
-        current = self._extract()
-        current.by_user = True
-        assert current.message is not None
-        return current.message
+        message = self._extract(by_user=True).message
+        assert message is not None
+        return message
 
     @unrecorded
     def apply(self, messages: Tensor) -> None:
@@ -280,7 +279,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
-        self._rounds.end_open_round()
+        self._end_open_round()
         self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
@@ -418,7 +417,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         was_left_open, background = self._left_open, self.replicator.options.background
         was_over = self._rounds.is_over
-        self._rounds.end_open_round()
+        self._end_open_round()
         if self._rounds.is_over and not was_over:  # the others add none after that round either
             return
         spent = self.replicator.stats if was_left_open else Stats()  # by earlier rounds of this step
@@ -443,14 +442,22 @@ class LocalDeMo(ReplicatedOptimizer):
                 return
             # Late twice in a row: the error is sent at once, without local steps. So D is 0.
 
-    def _extract(self, sends: bool = False) -> Round:
+    def _end_open_round(self) -> None:
+        """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
+        self._is_in_round = True
+        try:
+            self._rounds.end_open_round()
+        finally:
+            self._is_in_round = False
+
+    def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
         self.mistakes.look_at_loaded()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
             self.replicator.extract_and_send(starts, weights)  # while the device takes more steps
         else:
-            self.replicator.extract(starts, minus=weights)
+            self.replicator.extract(starts, minus=weights, by_user=by_user)
         current = self.replicator.round
         assert current is not None
         if not current.finite:
@@ -499,7 +506,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _let_begin(self) -> None:
         """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
         if self._follow_inner():
-            self._rounds.end_open_round()
+            self._end_open_round()
 
     def _attach_parts(self, is_new: bool) -> None:
         """Makes all parts that neither a copy nor a file takes along."""

@@ -231,7 +231,7 @@ class LocalWeights(Follower):
         """local <- global - D, which was not sent: after `hold`, and with delay after the last round in flight."""
         if self.start_of:
             self._go_by_own_steps(self._local_ones(), True)
-        self.start_of, self._others_move = {}, False
+        self.start_of = {}
 
     def _go_by_own_steps(self, locals_of: Mapping[Tensor, Tensor], finite: bool) -> None:
         """local <- global - D, or global where D is not finite, or nothing trains."""
@@ -246,6 +246,7 @@ class LocalWeights(Follower):
             else:
                 moved.append((target, source.to(target.dtype)))
         self._staging.copy((source, target) for target, source in moved)
+        self._others_move = False
 
     # Evaluating and saving
 

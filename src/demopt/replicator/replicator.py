@@ -217,6 +217,7 @@ class Replicator:
         gradients: Gradients,
         unscale: float | None = None,
         minus: Gradients | None = None,
+        by_user: bool = False,
     ) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
@@ -226,7 +227,7 @@ class Replicator:
         current, factor = self._prepared(gradients, unscale, minus)
         with uninterrupted():  # what has entered the momentum is in a round
             self._compress(current, gradients, factor, minus)
-            self.round, current.stage = current, "extracted"
+            self.round, current.stage, current.by_user = current, "extracted", by_user
             if not self.options.background:
                 self.stats = current.stats  # of this round: not `skipped` yet
         assert current.message is not None
