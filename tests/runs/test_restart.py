@@ -167,13 +167,20 @@ def test_state_of_round_0_goes_on_where_later_ones_were_known(store):
     assert (worker.join().rounds, worker.digest) == (2, digest)
 
 
-def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store):
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store, is_interrupted):
     first = Worker(store, 0, keep_log=True).round()
     state = first.state()
     assert isinstance(state["folder"]["before"], str)
     state["folder"]["before"] = "00" * 16
     again = Worker(store, 1, state=state)
     again.optimizer.replicator.parameters[0].data.add_(1.0)  # as on the other branch
+    if is_interrupted:  # as soon as it has those of the first checkpoint
+        rounds = again.optimizer._rounds
+        interrupted = Mock(side_effect=[KeyboardInterrupt])
+        rounds.take = at_first(lambda checkpoint, take=rounds.take: (take(checkpoint), interrupted()), rounds.take)
+        with pytest.raises(KeyboardInterrupt):
+            again.join()
     again.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 1 is another one in" in again.said[0]
@@ -240,6 +247,17 @@ def test_state_that_was_loaded_has_no_round_before_it_joins(behind):
     worker.run.say = str
     counts = times_applied(store, [worker.join(), other])
     assert counts[0][:3] == [1.0] * 3
+
+
+def test_join_reads_again_no_round_that_its_state_has_followed():
+    store = ObjectStore()
+    worker, other = (Counter(store, number) for number in range(2))
+    steps(worker, *[other] * 10)
+    worker.optimizer._rounds._catch_up()
+    again, names = Counter(store, 0, 0, worker.state(), worker.taken), []
+    again.run.store.get = lambda name, most, get=again.run.store.get: (names.append(name), get(name, most))[1]
+    again.join()
+    assert not any(name < log.folder_of(4) for name in names if name.startswith("rounds/"))
 
 
 def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):

@@ -587,8 +587,9 @@ class FolderRounds(Rounds):
             tensor.copy_(value)
         self.replicator.round_number.fill_(checkpoint.number)
         run.decided, run.stopping = checkpoint.before, run.stopping or checkpoint.has_stopped
-        if not isinstance(place, SavedWorker):
-            self._place = Entered(run.record.identity, place is None or place.is_checked)
+        # A state on a fork has dropped its message.
+        is_checked = place is None or (isinstance(place, Entered) and place.is_checked)
+        self._place = Entered(run.record.identity, is_checked)
 
     def _newest_checkpoint(self, least: int) -> Checkpoint:
         """Reads the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
@@ -657,6 +658,8 @@ class FolderRounds(Rounds):
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
         sent_from = self._sent_from if current is None else current.header.round_number + 1
+        if place.is_checked:  # it has followed the rounds before
+            sent_from = max(sent_from, self._number)
         numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
         return SavedWorker(place.run, run.worker, before, message, *numbers).entry()
 
