@@ -13,7 +13,7 @@ import toy
 import demopt
 import forked
 from demopt.runs import log
-from demopt.runs.weights import weights_digest
+from demopt.runs.checkpoints import weights_digest
 from demopt.train.data import batch, load_corpus
 from demopt.train.method import make_optimizer
 from demopt.train.model import backward, begin

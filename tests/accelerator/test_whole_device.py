@@ -24,8 +24,8 @@ from demopt.errors import MessageError
 from demopt.exchange import SingleRank, Threads
 from demopt.optim import muon, staging
 from demopt.optim.local_weights import LocalWeights
+from demopt.runs.checkpoints import weights_digest
 from demopt.runs.store import ObjectStore
-from demopt.runs.weights import weights_digest
 from demopt.wire.message import HEADER_BYTES, pack_message
 from laboratory import bench, gpu
 

@@ -21,7 +21,7 @@ import problems
 from demopt import DriftError, FolderExchange
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
-from demopt.runs import log, weights
+from demopt.runs import checkpoints, log
 from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
 from demopt.runs.store import ObjectStore
@@ -268,10 +268,10 @@ def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_jo
     assert again.run.row is not None
 
 
-def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store):
+def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store, monkeypatch):
     worker = Worker(store, 0, checkpoint_every=1).round()
     worker.run._patient.patience = 0.5
-    worker.optimizer._rounds.read_checkpoint = read = Mock(side_effect=ForkedError("forked"))
+    monkeypatch.setattr("demopt.runs.checkpoints.read_checkpoint", read := Mock(side_effect=ForkedError("forked")))
     with pytest.raises(ExchangeError, match="has no checkpoint after round 1"):
         worker.optimizer._rounds._newest_checkpoint(least=1)
     assert read.call_count == 1
@@ -362,9 +362,9 @@ def test_bytes_of_a_run_are_those_of_its_rounds_whatever_is_uploaded_beside_them
 def test_lent_moments_of_other_names_shapes_or_kinds_are_told_and_not_taken(changed, store):
     Worker(store, 0, checkpoint_every=2, inner=adamw).round(2)
     name = "moments/00000002"
-    head, tensors = weights._split(name, store.get(name, 1 << 20))
+    head, tensors = checkpoints._split(name, store.get(name, 1 << 20))
     names, tensors = changed(head["names"], tensors)
-    stores.put(store, name, weights._to_bytes({**head, "names": names}, tensors))
+    stores.put(store, name, checkpoints._to_bytes({**head, "names": names}, tensors))
     joiner, alone = Worker(store, 1, inner=adamw).join(), Worker(ObjectStore(), 1, inner=adamw).join()
     alone.model.load_state_dict(joiner.model.state_dict())
     with pytest.warns(UserWarning, match="the moments that the run lends do not fit the state of AdamW, AdamW"):

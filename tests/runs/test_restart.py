@@ -15,7 +15,7 @@ from workers import Counter, Worker, applied, at_first, joined, replayed, rounds
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
-from demopt.runs import log
+from demopt.runs import checkpoints, log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.open_round import CoveredError
 from demopt.runs.store import ObjectStore, StoreError
@@ -348,7 +348,7 @@ def test_nobody_waits_for_an_observer_however_far_it_follows(store):
 def test_join_that_an_outage_ended_may_come_again_and_is_of_no_run_without_its_weights(store, fails, resumes):
     first = Worker(store, 0).round(2)
     again = Worker(store, 1, state=first.state() if resumes else None)
-    holder = again.run if fails == "hello" else again.optimizer._rounds
+    holder = again.run if fails == "hello" else checkpoints
     with patch.object(holder, fails, side_effect=ExchangeError("away")), pytest.raises(ExchangeError, match="away"):
         again.join()
     assert ("folder" in again.state()) == (fails == "hello")

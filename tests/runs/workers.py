@@ -15,9 +15,9 @@ from torch import Tensor
 from demopt import FolderExchange, LocalDeMo
 from demopt.errors import ExchangeError
 from demopt.runs import log
+from demopt.runs.checkpoints import weights_digest
 from demopt.runs.replay import replay
 from demopt.runs.store import StoreError
-from demopt.runs.weights import weights_digest
 
 SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean"}
 EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, "values": "float64", "error_decay": 0.0}

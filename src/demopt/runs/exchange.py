@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
+_REMEDY = (  # for a manifest that is gone or damaged
+    "restore it; if it is the newest and no worker runs, delete it and the checkpoints after it: then its round is "
+    "decided again"
+)
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 _NOT_JOINED = "this worker has not joined the run yet; the first step, or join(), does"
 
@@ -401,6 +405,18 @@ class FolderExchange(VaryingExchange):
         self.received_bytes += sum(self.together(unread))
         return join_results(wiring, [found[sender.digest] for sender in manifest.senders])
 
+    def manifest(self, number: int) -> Manifest | None:
+        """Reads the manifest of a round; None if there is none. ExchangeError if it is damaged."""
+        try:
+            return log.read_manifest(self.store, self.record.identity, number)
+        except MessageError as error:  # no earlier checkpoint helps: the run's later weights need it
+            raise ExchangeError(f"{error}; {_REMEDY}") from None
+
+    def known_manifest(self, number: int) -> Manifest:
+        """Reads a manifest that must be there, because a later one is; ExchangeError if it is gone."""
+        gone = f"{log.manifest_name(number)} is gone from {self.store.address}; {_REMEDY}"
+        return self.wait_for(partial(self.manifest, number), gone)
+
     def end_round(self, outcome: FolderOutcome, sequences: int) -> None:
         """Notes the end of a round for which this worker sent a message; `sequences`: that its error has lost by it."""
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
@@ -444,11 +460,13 @@ class FolderExchange(VaryingExchange):
             self.say_once(f"{error}; it is ignored")
             return None
 
-    @property
-    def stop_asked_in(self) -> int | None:
-        """The round that was open when the newest wish to stop came; None if it is older than this worker."""
+    def has_stopped(self, decided: Manifest | None) -> bool:
+        """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""
         wish = self._wish()
-        return None if wish is None or wish == self._old_stop else log.asked_in(wish)
+        if decided is None or wish is None or wish == self._old_stop:
+            return False
+        found = map(self.manifest, range(log.asked_in(wish), decided.round + 1))
+        return any(manifest is not None and manifest.stop for manifest in found)
 
     def hears_stop(self) -> bool:
         """Whether the run has a wish to stop that is newer than this worker; reads it until then."""

@@ -10,12 +10,13 @@ from demopt.errors import ExchangeError, MessageError, first_line
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.wiring import Options
 from demopt.runs import log
+from demopt.runs.checkpoints import MOST_HEAD, checkpoint_of, read_checkpoint, weights_digest
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
 from demopt.runs.open_round import CoveredError
 from demopt.runs.store import Store
-from demopt.runs.weights import MOST_HEAD, FolderRounds, checkpoint_of, weights_digest
+from demopt.runs.weights import FolderRounds
 
 
 def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
@@ -27,7 +28,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     record = run.find_run()
     replicator = replicator_of(record, run)
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
-    first = rounds.read_checkpoint(0)
+    first = read_checkpoint(run, replicator.wiring().replicated_tensors(), 0)
     if first is None:
         raise CoveredError(f"{run.store.address} has no object {log.checkpoint_name(record, 0)}")
     rounds.take(first)

@@ -1,4 +1,4 @@
-"""The weights of a run: how a worker joins, takes rounds, checkpoints and catches up.
+"""The weights of a run: how a worker joins, takes rounds, catches up and leaves a fork.
 
 All of a run's weights follow from the first ones, the manifests and the messages that they name, bit for bit: decoding
 is exact, and everybody applies the same list in the same order.
@@ -6,9 +6,6 @@ is exact, and everybody applies the same list in the same order.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,14 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from demopt.errors import DriftError, ExchangeError, MessageError, SettingsError
+from demopt.errors import DriftError, MessageError, SettingsError
 from demopt.exchange.dtensor import to_local
 from demopt.interrupts import uninterrupted
 from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
 from demopt.runs import log
-from demopt.runs.key import ForeignError
+from demopt.runs.checkpoints import (
+    Checkpoint,
+    checkpoint_of,
+    lent_moments,
+    newest_checkpoint,
+    packed_shapes,
+    save_checkpoint,
+)
 from demopt.runs.log import Manifest
 from demopt.runs.open_round import (
     Attached,
@@ -39,14 +43,6 @@ from demopt.runs.open_round import (
 
 if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
-
-
-MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
-_REMEDY = (  # for a manifest that is gone or damaged
-    "restore it; if it is the newest and no worker runs, delete it and the checkpoints after it: then its round is "
-    "decided again"
-)
-_MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
 
 
 @dataclass(frozen=True)
@@ -96,16 +92,6 @@ class Entered:
 
     run: str
     is_checked: bool = True  # not after a loaded state, until it has joined: it may have sent more since
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A run's weights after `number` rounds, checked; `before`: the manifest of the last one."""
-
-    number: int
-    before: Manifest | None
-    tensors: list[Tensor]
-    has_stopped: bool  # the run, in one of these rounds, since this worker has joined
 
 
 class FolderRounds(Rounds):
@@ -171,7 +157,7 @@ class FolderRounds(Rounds):
         groups = [
             {
                 **{name: value for name, value in group.items() if name != "params"},
-                "parameters": _shapes(group["params"]),
+                "parameters": packed_shapes(group["params"]),
                 "param_names": names_of([group]),
                 "marks": marks_of([*map(to_local, group["params"])]),
             }
@@ -190,21 +176,13 @@ class FolderRounds(Rounds):
                 self._follow_run()
                 if not entered.is_checked:
                     self._drop_if_sent_since(self._sent_from)
-            run.stopping = self._has_stopped(run.decided)  # not by rounds of before it came, which were followed
+            run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
             self._is_behind = False
         self._place, self._sent_from = Entered(run.record.identity), max(self._sent_from, self._number)
         if not run.stopping:
             run.hello(self._number)
         run.joined = True
         return not started
-
-    def _has_stopped(self, decided: Manifest | None) -> bool:
-        """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""
-        asked_in = self.run.stop_asked_in
-        if asked_in is None or decided is None:
-            return False
-        found = map(self._manifest, range(asked_in, decided.round + 1))
-        return any(manifest is not None and manifest.stop for manifest in found)
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -272,7 +250,7 @@ class FolderRounds(Rounds):
         If it lies in the open round, it will count there: `put` finds it, and gives this worker a second name.
         """
         run = self.run
-        reads = [partial(self._manifest, number) for number in range(first, self._number)]
+        reads = [partial(run.manifest, number) for number in range(first, self._number)]
         in_manifests = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
         # A wish to stop may have ended the catch-up at a round whose message this worker knows.
         in_open_round = log.look(run.store, self._number).messages if self._number >= first else set()
@@ -397,7 +375,7 @@ class FolderRounds(Rounds):
         last = self.run.last
         if last is None or not (last.envelope.leaves or self.run.stopping) or last.row not in (None, 0):
             return False
-        if self._manifest(self._number) is not None:  # others have gone on
+        if self.run.manifest(self._number) is not None:  # others have gone on
             return False
         self.save()
         return True
@@ -465,8 +443,8 @@ class FolderRounds(Rounds):
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
         number = self._number
-        if (found := self._manifest(number)) is None and self._manifest(number + 1) is not None:
-            found = self._known_manifest(number)
+        if (found := self.run.manifest(number)) is None and self.run.manifest(number + 1) is not None:
+            found = self.run.known_manifest(number)
         return found
 
     def apply_manifest(self, manifest: Manifest) -> None:
@@ -486,19 +464,9 @@ class FolderRounds(Rounds):
         `seconds`: it takes so many for a round that it has missed, and `more` before them.
         """
         run, ahead = self.run, 4
-        while self._manifest(self._number + ahead) is not None:
+        while self.run.manifest(self._number + ahead) is not None:
             ahead *= 2
         run.hello(self._number, ahead, seconds * ahead + more)
-
-    def _manifest(self, number: int) -> Manifest | None:
-        try:
-            return log.read_manifest(self.run.store, self.run.record.identity, number)
-        except MessageError as error:  # no earlier checkpoint helps: the run's later weights need it
-            raise ExchangeError(f"{error}; {_REMEDY}") from None
-
-    def _known_manifest(self, number: int) -> Manifest:
-        gone = f"{log.manifest_name(number)} is gone from {self.run.store.address}; {_REMEDY}"
-        return self.run.wait_for(partial(self._manifest, number), gone)
 
     # Forks
 
@@ -516,7 +484,7 @@ class FolderRounds(Rounds):
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
         # The manifest before is `before` in the store now; the run went on, if it did, from `after.before`.
-        before, after = self._known_manifest(number - 1), self._manifest(number)
+        before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
         if (after.before if after else before.digest) == mine_before:
             return  # the others, too, go on from what this worker has
         # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
@@ -526,61 +494,16 @@ class FolderRounds(Rounds):
     # Checkpoints
 
     def save(self) -> None:
-        """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
-        run, number = self.run, self._number
-        data = checkpoint_of(self.replicator, run.record.identity, log.digest_of(run.decided))
-        moments = {
-            name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
-            for name, tensor in self.moments().items()
-        }
-        lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*moments]}, [*moments.values()])
+        """Writes a checkpoint of the weights as they are now."""
+        save_checkpoint(self.run, self.replicator, self.moments())
 
-        def write() -> None:
-            older = [each for each in log.checkpoints(run.store) if 0 < each < number]
-            # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
-            every = run.record.checkpoint_every
-            regular = [each for each in older if each % every == 0]
-            name = log.checkpoint_name(run.record, number)
-            if run.store.put_if_absent(name, data):
-                if moments:
-                    run.store.put_if_absent(log.moments_name(number), lent)
-            elif run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
-                raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
-            if number % every:
-                return
-            try:
-                last = regular[-1] if regular else 0
-                gone = [log.moments_name(each) for each in older if each < last]
-                if not run.record.keep_log and regular:  # a slow worker may still read what came after the last one
-                    cleared = regular[0] if len(regular) > 1 else 0  # the last save cleared those before
-                    gone += log.pieces(run.store, range(cleared, last))
-                    gone += [log.checkpoint_name(run.record, each) for each in older if each < last]
-                run.store.delete(gone)
-            except ExchangeError as error:
-                run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
-
-        run.later(write)
-
-    def read_checkpoint(self, number: int) -> Checkpoint | None:
-        """Returns the weights after `number` rounds, for `take`; None if they are not there."""
-        run, tensors = self.run, self.replicator.wiring().replicated_tensors()
-        name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
-        data = run.store.get(name, size + MOST_HEAD)
-        if data is None:
-            return None
-        head, found = _split(name, data)
-        mine = (run.record.identity if number else "", number, _shapes(tensors))  # the first one is older than the run
-        if (head.get("run"), head.get("round"), head["tensors"]) != mine:
-            raise MessageError(f"{name} is damaged, or of another run or model")
-        before = self._known_manifest(number - 1) if number else None
-        if head.get("before") != log.digest_of(before):
-            raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
-        return Checkpoint(number, before, found, run.joined and self._has_stopped(before))
+    def _newest_checkpoint(self, least: int) -> Checkpoint:
+        return newest_checkpoint(self.run, self.replicator.wiring().replicated_tensors(), least)
 
     @uninterrupted()
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
-        """Takes the weights of a checkpoint; local ones follow as the caller says."""
+        """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`, or by `drop_steps`."""
         run, place = self.run, self._place
         self.replicator.follower.hold()
         for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
@@ -591,56 +514,10 @@ class FolderRounds(Rounds):
         is_checked = place is None or (isinstance(place, Entered) and place.is_checked)
         self._place = Entered(run.record.identity, is_checked)
 
-    def _newest_checkpoint(self, least: int) -> Checkpoint:
-        """Reads the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
-        run = self.run
-        what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
-        forked = set[int]()
-
-        def read() -> Checkpoint | None:
-            there = [number for number in log.checkpoints(run.store) if number >= least and number not in forked]
-            for number in reversed(there):
-                try:
-                    return self.read_checkpoint(number)  # None: deleted since, because there are newer ones
-                except ForeignError:  # it is none
-                    continue
-                except (MessageError, ForkedError) as error:
-                    if number == there[0] and isinstance(error, MessageError):
-                        raise
-                    if isinstance(error, ForkedError):
-                        forked.add(number)
-                    run.say_once(f"{error}; taking the one before it")
-            return None
-
-        return run.wait_for(read, f"{run.store.address} has no {what}, and its messages are gone")
-
     def lent_moments(self) -> Moments:
-        """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
-
-        With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
-        """
         if self.moments():
             return {}
-        run = self.run
-        size = sum(tensor.nbytes for tensor in self.replicator.wiring().replicated_tensors())
-        for number in reversed([each for each in log.numbered(run.store, "moments") if each <= self._number]):
-            name = log.moments_name(number)
-            try:
-                if (data := run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD)) is None:  # deleted since
-                    continue
-                head, found = _split(name, data)
-                names = head.get("names")
-                if (head.get("run"), head.get("round")) != (run.record.identity, number) or not isinstance(names, list):
-                    raise MessageError(f"{name} is damaged, or of another run")
-                if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
-                    raise MessageError(f"{name} is damaged, or not finite")
-                return dict(zip(map(str, names), found, strict=True))
-            except ForeignError:  # it is none
-                continue
-            except MessageError as error:
-                run.say(f"{error}; the inner optimizer starts with empty state")
-                break
-        return {}
+        return lent_moments(self.run, self.replicator.wiring().replicated_tensors(), self._number)
 
     # This worker's state
 
@@ -675,46 +552,3 @@ class FolderRounds(Rounds):
         run.joined = self._is_behind = False
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
         self._sent_from = saved.sent_from if saved else 0
-
-
-def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
-    """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share.
-
-    `before`: the digest of the last manifest that it holds.
-    """
-    head = {"run": run, "round": int(replicator.round_number), "before": before}
-    return _to_bytes(head, replicator.wiring().replicated_tensors())
-
-
-def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
-    """Returns a line of JSON, then the bytes of tensors."""
-    body = b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
-    line = json.dumps({**head, "tensors": _shapes(tensors), "digest": log.digest(body)}).encode()
-    return line + b"\n" + body
-
-
-def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Returns what `_to_bytes` got; MessageError if it is damaged."""
-    line, _, body = data.partition(b"\n")
-    found, at, head = [], 0, log.json_of(name, line)
-    shapes = log.shapes_of(name, head.get("tensors"))
-    size = sum(math.prod(shape) * log.DTYPES[dtype] for shape, dtype in shapes)
-    if size != len(body) or head.get("digest", known := log.digest(body)) != known:  # early 0.3.0 wrote none
-        raise MessageError(f"{name} is damaged, or of another run or model")
-    for shape, dtype in shapes:
-        size = math.prod(shape) * log.DTYPES[dtype]
-        found.append(tensor_of(body[at : at + size]).view(getattr(torch, dtype)).view(shape))
-        at += size
-    return head, found
-
-
-def weights_digest(replicator: Replicator) -> str:
-    """Returns the SHA-256 of the weights, in hexadecimal: the same for all workers and for the replay."""
-    digest = hashlib.sha256()
-    for tensor in replicator.parameters:
-        digest.update(bytes_of(to_local(tensor)))
-    return digest.hexdigest()
-
-
-def _shapes(tensors: list[Tensor]) -> list[list[Any]]:
-    return [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]

@@ -1,6 +1,6 @@
 """Checkpoints of a run: a folder per step, of torch.distributed.checkpoint (DCP), with a record of the run.
 
-The last two are kept. Connected ranks have these; those of a run in a folder are in `demopt/runs/weights.py`.
+The last two are kept. Connected ranks have these; those of a run in a folder are in `demopt/runs/checkpoints.py`.
 """
 
 import json

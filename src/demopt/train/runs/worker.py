@@ -18,10 +18,10 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.output import tell
 from demopt.replicator.replicator import Stats
 from demopt.runs import log
+from demopt.runs.checkpoints import weights_digest
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import read_key
 from demopt.runs.store import full
-from demopt.runs.weights import weights_digest
 from demopt.state import load_file
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
 from demopt.train.data import TOKEN_SUFFIXES, batch, load_corpus, numbered, save_tokenizer, sequences

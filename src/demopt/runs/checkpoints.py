@@ -1,0 +1,187 @@
+"""A run's checkpoints: the weights after some rounds, as objects in its folder, and the moments beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from demopt.errors import ExchangeError, MessageError
+from demopt.exchange.dtensor import to_local
+from demopt.replicator.replicator import Replicator
+from demopt.replicator.rounds import Moments
+from demopt.runs import log
+from demopt.runs.key import ForeignError
+from demopt.runs.log import Manifest
+from demopt.runs.open_round import ForkedError, bytes_of, tensor_of
+
+if TYPE_CHECKING:
+    from demopt.runs.exchange import FolderExchange
+
+MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
+_MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run's weights after `number` rounds, checked; `before`: the manifest of the last one."""
+
+    number: int
+    before: Manifest | None
+    tensors: list[Tensor]
+    has_stopped: bool  # the run, in one of these rounds, since this worker has joined
+
+
+def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moments) -> None:
+    """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
+    number = int(replicator.round_number)
+    data = checkpoint_of(replicator, run.record.identity, log.digest_of(run.decided))
+    lending = {
+        name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
+        for name, tensor in moments.items()
+    }
+    lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*lending]}, [*lending.values()])
+
+    def write() -> None:
+        older = [each for each in log.checkpoints(run.store) if 0 < each < number]
+        # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
+        every = run.record.checkpoint_every
+        regular = [each for each in older if each % every == 0]
+        name = log.checkpoint_name(run.record, number)
+        if run.store.put_if_absent(name, data):
+            if moments:
+                run.store.put_if_absent(log.moments_name(number), lent)
+        elif run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
+            raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
+        if number % every:
+            return
+        try:
+            last = regular[-1] if regular else 0
+            gone = [log.moments_name(each) for each in older if each < last]
+            if not run.record.keep_log and regular:  # a slow worker may still read what came after the last one
+                cleared = regular[0] if len(regular) > 1 else 0  # the last save cleared those before
+                gone += log.pieces(run.store, range(cleared, last))
+                gone += [log.checkpoint_name(run.record, each) for each in older if each < last]
+            run.store.delete(gone)
+        except ExchangeError as error:
+            run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
+
+    run.later(write)
+
+
+def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int) -> Checkpoint | None:
+    """Returns the weights after `number` rounds, in the form of `tensors`; None if they are not there."""
+    name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
+    data = run.store.get(name, size + MOST_HEAD)
+    if data is None:
+        return None
+    head, found = _split(name, data)
+    mine = (
+        run.record.identity if number else "",
+        number,
+        packed_shapes(tensors),
+    )  # the first one is older than the run
+    if (head.get("run"), head.get("round"), head["tensors"]) != mine:
+        raise MessageError(f"{name} is damaged, or of another run or model")
+    before = run.known_manifest(number - 1) if number else None
+    if head.get("before") != log.digest_of(before):
+        raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
+    return Checkpoint(number, before, found, run.joined and run.has_stopped(before))
+
+
+def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int) -> Checkpoint:
+    """Reads the newest one after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
+    what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
+    forked = set[int]()
+
+    def read() -> Checkpoint | None:
+        there = [number for number in log.checkpoints(run.store) if number >= least and number not in forked]
+        for number in reversed(there):
+            try:
+                return read_checkpoint(run, tensors, number)  # None: deleted since, because there are newer ones
+            except ForeignError:  # it is none
+                continue
+            except (MessageError, ForkedError) as error:
+                if number == there[0] and isinstance(error, MessageError):
+                    raise
+                if isinstance(error, ForkedError):
+                    forked.add(number)
+                run.say_once(f"{error}; taking the one before it")
+        return None
+
+    return run.wait_for(read, f"{run.store.address} has no {what}, and its messages are gone")
+
+
+def lent_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) -> Moments:
+    """Returns the moments beside the newest checkpoint after `rounds` or fewer; none if none are sound.
+
+    With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
+    """
+    size = sum(tensor.nbytes for tensor in tensors)
+    for number in reversed([each for each in log.numbered(run.store, "moments") if each <= rounds]):
+        name = log.moments_name(number)
+        try:
+            if (data := run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD)) is None:  # deleted since
+                continue
+            head, found = _split(name, data)
+            names = head.get("names")
+            if (head.get("run"), head.get("round")) != (run.record.identity, number) or not isinstance(names, list):
+                raise MessageError(f"{name} is damaged, or of another run")
+            if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
+                raise MessageError(f"{name} is damaged, or not finite")
+            return dict(zip(map(str, names), found, strict=True))
+        except ForeignError:  # it is none
+            continue
+        except MessageError as error:
+            run.say(f"{error}; the inner optimizer starts with empty state")
+            break
+    return {}
+
+
+def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
+    """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share.
+
+    `before`: the digest of the last manifest that it holds.
+    """
+    head = {"run": run, "round": int(replicator.round_number), "before": before}
+    return _to_bytes(head, replicator.wiring().replicated_tensors())
+
+
+def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
+    """Returns a line of JSON, then the bytes of tensors."""
+    body = b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
+    line = json.dumps({**head, "tensors": packed_shapes(tensors), "digest": log.digest(body)}).encode()
+    return line + b"\n" + body
+
+
+def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
+    """Returns what `_to_bytes` got; MessageError if it is damaged."""
+    line, _, body = data.partition(b"\n")
+    found, at, head = [], 0, log.json_of(name, line)
+    shapes = log.shapes_of(name, head.get("tensors"))
+    size = sum(math.prod(shape) * log.DTYPES[dtype] for shape, dtype in shapes)
+    if size != len(body) or head.get("digest", known := log.digest(body)) != known:  # early 0.3.0 wrote none
+        raise MessageError(f"{name} is damaged, or of another run or model")
+    for shape, dtype in shapes:
+        size = math.prod(shape) * log.DTYPES[dtype]
+        found.append(tensor_of(body[at : at + size]).view(getattr(torch, dtype)).view(shape))
+        at += size
+    return head, found
+
+
+def weights_digest(replicator: Replicator) -> str:
+    """Returns the SHA-256 of the weights, in hexadecimal: the same for all workers and for the replay."""
+    digest = hashlib.sha256()
+    for tensor in replicator.parameters:
+        digest.update(bytes_of(to_local(tensor)))
+    return digest.hexdigest()
+
+
+def packed_shapes(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    return [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
