@@ -12,8 +12,8 @@ import toy
 
 import demopt
 import forked
-from demopt.runs import log
 from demopt.runs.checkpoints import weights_digest
+from demopt.runs.stop import put_stop
 from demopt.train.data import batch, load_corpus
 from demopt.train.method import make_optimizer
 from demopt.train.model import backward, begin
@@ -122,7 +122,7 @@ def _on_toy(rank, world_size, address):
         if len(run.decided.senders) == 3 and len(full) < 3:
             full.add(run.decided.round)
             if len(full) == 3:
-                log.put_stop(run.store, run.decided.round, run.record.identity)
+                put_stop(run.store, run.decided.round, run.record.identity)
     run.wait_for_uploads()
     return weights_digest(optimizer.replicator)
 

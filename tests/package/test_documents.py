@@ -81,6 +81,15 @@ def test_documented_commands_and_python_parse_and_links_exist(document):
         assert not section or section in sections(path.read_text(encoding="utf-8")), f"{target}#{section}"
 
 
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "docs/design-notes.md"])
+def test_names_in_the_documents_of_maintainers_are_in_the_code(document):
+    files = [path for folder in ("src", "tests", "laboratory") for path in (ROOT / folder).rglob("*.*")]
+    code = " ".join(f"{path.name} {path.read_text()}" for path in files if path.suffix in {".py", ".h", ".c", ".json"})
+    words = {*re.findall(r"\w+", f"{code} {(ROOT / 'pyproject.toml').read_text()}")}
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL))
+    assert not {word for span in spans for word in re.findall(r"[A-Za-z_]\w+", span)} - words
+
+
 def test_navigation_has_every_page_once():
     shown = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
     assert sorted(shown) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))

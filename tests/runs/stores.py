@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -14,14 +15,14 @@ import servers
 
 from demopt.runs.store import ObjectStore, Store, open_store
 
-STILL = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)  # time stands still
+STILL = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None, time_ns=time.time_ns)  # time stands still
 
 
 @contextmanager
 def time_by(clock: Any, *more: str) -> Iterator[None]:
     """The modules of a run take their time from a clock."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("exchange", "open_round", "weights", *more):
+        for module in ("exchange", "open_round", "stop", "weights", *more):
             patch.setattr(f"demopt.runs.{module}.time", clock)
         yield
 

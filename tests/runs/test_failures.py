@@ -15,6 +15,7 @@ from demopt.runs import disk, log
 from demopt.runs import store as store_module
 from demopt.runs.disk import Disk
 from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
+from demopt.runs.stop import put_stop
 from demopt.runs.store import ObjectStore, Patient, open_store
 
 NUMBERS = {
@@ -197,7 +198,7 @@ def test_nothing_waits_for_a_deletion(monkeypatch):
     patient.inner = failing(StoreError("500"), call="delete")
     with pytest.raises(ExchangeError, match="500"):
         patient.delete(["a"])
-    log.put_stop(patient, 0, "run")
+    put_stop(patient, 0, "run")
     one_after_the_other = lambda calls: [call() for call in calls]  # noqa: E731
     log.check_races(patient, Mock(identity="run"), one_after_the_other)
 
@@ -234,9 +235,9 @@ def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):
 def test_wish_to_stop_whose_answer_is_lost_is_found_to_be_there():
     lossy, store = Mock(), ObjectStore()
     lossy.get, lossy.put_if_absent = store.get, lambda *given: store.put_if_absent(*given) and False
-    log.put_stop(lossy, 0, "run")
+    put_stop(lossy, 0, "run")
     with pytest.raises(ExchangeError, match="cannot be deleted"):
-        log.put_stop(lossy, 1, "run")
+        put_stop(lossy, 1, "run")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV])

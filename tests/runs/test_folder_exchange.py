@@ -24,6 +24,7 @@ from demopt.exchange import Threads
 from demopt.runs import checkpoints, log
 from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
+from demopt.runs.stop import put_stop
 from demopt.runs.store import ObjectStore
 from demopt.train.runs import command
 from forked import wait_for
@@ -142,7 +143,7 @@ def test_wish_to_stop_ends_the_waits_of_a_round_and_each_local_step_is_applied_o
         worker.step()
     for _ in range(4 if gone.endswith(".message") else 0):  # it misses the first round, and decides the second
         other.step()
-    log.put_stop(store, 1, worker.run.record.identity)
+    put_stop(store, 1, worker.run.record.identity)
     kept = store.get(gone, 1 << 20)
     store.delete([gone])
     worker.step()

@@ -24,6 +24,7 @@ from demopt.runs import log, open_round
 from demopt.runs.disk import Disk
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
+from demopt.runs.stop import put_stop, read_stop
 from demopt.runs.store import ObjectStore, open_store
 from demopt.train.runs.status import status_of
 
@@ -155,10 +156,10 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
 
 def test_wish_to_stop_is_of_one_run():
     store = ObjectStore()
-    log.put_stop(store, 7, RUN)
-    assert log.read_stop(store, RUN) is not None
+    put_stop(store, 7, RUN)
+    assert read_stop(store, RUN) is not None
     with pytest.raises(MessageError, match="stop is of another run"):
-        log.read_stop(store, "another")
+        read_stop(store, "another")
 
 
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats()
@@ -404,7 +405,7 @@ def test_wish_to_stop_is_obeyed_by_a_worker_that_a_member_leaves_out_of_every_ro
         return exchange_round(*given)
 
     worker.run.exchange_round = unheard
-    log.put_stop(store, 0, identity)
+    put_stop(store, 0, identity)
     while not worker.run.stopping:
         worker.round()
 

@@ -29,6 +29,7 @@ from demopt.replicator.route import Result
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.open_round import tensor_of
+from demopt.runs.stop import put_stop
 from demopt.runs.store import ObjectStore, Store, StoreError
 from demopt.runs.weights import FolderRounds
 from demopt.wire.message import HEADER_BYTES, Header
@@ -386,7 +387,7 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
             workers.append(kind(len(workers), bare, keep_log=keep_log))
         elif action == "stop":
             if record := log.read_record(bare):
-                log.put_stop(bare, max((worker.rounds for worker in workers), default=0), record.identity)
+                put_stop(bare, max((worker.rounds for worker in workers), default=0), record.identity)
         elif action == "arrive":
             bare.arrive()
         elif action == "ghost":  # somebody asks to be waited for, ten minutes, and never comes

@@ -25,6 +25,7 @@ import models
 from demopt.errors import DriftError, ExchangeError
 from demopt.runs import log
 from demopt.runs.key import Keyed
+from demopt.runs.stop import STOP
 from demopt.runs.store import open_store
 from demopt.train.runs import worker
 from forked import LIMIT, wait_for
@@ -329,7 +330,7 @@ def test_stop_ends_a_second_train_that_reads_its_text(machines):
     first = machines.train("first")
     machines.reach(0)
     second = machines.train("second", end="stopped as it reads its text")
-    wait_for(lambda: machines.store.get(log.STOP, 99))
+    wait_for(lambda: machines.store.get(STOP, 99))
     machines.allow(99)
     assert machines.code(first) == 130
     (machines.allowed / GONE).touch()

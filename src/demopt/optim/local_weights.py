@@ -163,10 +163,13 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def follow(self, before: Stage, stage: Stage, finite: bool) -> None:
-        """A round has gone from "extracted" or "left open" to another stage: by the table. `finite`: D was.
+        """A round has gone from one stage to another: the first after "extracted" moves local weights, by the table.
 
+        So does that after "left open", if no step came since. `finite`: D was.
         Of a failed round nobody knows, so the next step has a round again. One that is left open has the local steps.
         """
+        if before not in ("extracted", "left open") or (before == "left open" and self.steps):
+            return
         if stage == "applied":
             self.adopt()
         elif stage == "sent" and before == "extracted":

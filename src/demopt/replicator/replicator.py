@@ -440,14 +440,10 @@ class Replicator:
             self.session.leave()
 
     def enter_stage(self, current: Round | None, stage: Stage) -> None:
-        """Moves a round on. Call it with `uninterrupted`.
-
-        The follower hears of the stage after "extracted", and of that after "left open" if no step came in between.
-        """
+        """Moves a round on, and tells the follower. Call it with `uninterrupted`."""
         if current is not None:
             before, current.stage = current.stage, stage
-            if before == "extracted" or (before == "left open" and not self.follower.steps):
-                self.follower.follow(before, stage, current.finite)
+            self.follower.follow(before, stage, current.finite)
 
     # Phases 1 and 2 in the background, while this rank computes
 

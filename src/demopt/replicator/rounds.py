@@ -32,10 +32,8 @@ Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped",
 class Follower:
     """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
 
-    steps = 0  #: local ones since the last round
-
     def follow(self, before: Stage, stage: Stage, finite: bool) -> None:
-        """A round has gone from "extracted" or "left open" to another stage; `finite`: its gradients were."""
+        """A round has gone from one stage to another; `finite`: its gradients were."""
 
     def hold(self) -> None:
         """Before others' rounds move the replicator's weights, in `moved_by_others`."""

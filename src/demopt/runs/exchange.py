@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import socket
@@ -39,6 +38,7 @@ from demopt.runs.open_round import (
     tensor_of,
 )
 from demopt.runs.reading import Reading, Reads
+from demopt.runs.stop import StopWish
 from demopt.runs.store import Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
 from demopt.validation import check_count, check_number, check_yes_or_no
@@ -140,15 +140,12 @@ class FolderExchange(VaryingExchange):
         # Its own, and that of its rounds:
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self._needed: tuple[
-            float, ...
-        ] = ()  # seconds for its last two rounds, until its message was put or the round found over
+        self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
         self._greeted = set[int]()  # rounds in which others wait for this worker
-        self._old_stop: bytes | None = None  # a wish to stop that is older than this worker
-        self.heard_stop = math.inf  # the time (monotonic) when it read a newer one; messages say so
         self._said = set[str]()  # what is said once
+        self.wish = StopWish(self.store, self.say_once)
         self._upload: Future[None] | None = None  # the newest; they come one after the other
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="demopt-upload")
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
@@ -192,7 +189,7 @@ class FolderExchange(VaryingExchange):
         self._record = log.read_record(self.store)
         if self._record is None:
             raise ExchangeError(f"{self.store.address} holds no run")
-        self._old_stop = self._wish()
+        self.wish.begin(self._record.identity)
         return self._record
 
     def find_or_start(
@@ -231,7 +228,7 @@ class FolderExchange(VaryingExchange):
         self.decided = self.wait_for(read, later) if number else None
         known, self._record = self._record, record
         if known is None or self.stopping:  # otherwise a wish since it has found the run is for this worker, too
-            self._old_stop, self.heard_stop = self._wish(), math.inf
+            self.wish.begin(record.identity)
         return record.identity == mine
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
@@ -309,7 +306,7 @@ class FolderExchange(VaryingExchange):
             reads = Reads(len(self.numbers_read), wanted, total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
-            leaves=bool(self.leaving), stop=self.heard_stop < math.inf, weights=fingerprint, note=note,
+            leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
         )  # fmt: skip
         return Attached(envelope, self.decided, self.round_began, self.unsent)
@@ -448,31 +445,15 @@ class FolderExchange(VaryingExchange):
 
     def _obey(self, manifest: Manifest) -> None:
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
-        self.stopping = self.stopping or manifest.stop or (self.heard_stop < math.inf and self.misses > 8)
-
-    # The wish to stop
-
-    def _wish(self) -> bytes | None:
-        """Returns the wish to stop this run, if there is one; another object of that name is told of once."""
-        try:
-            return log.read_stop(self.store, self.record.identity)
-        except MessageError as error:
-            self.say_once(f"{error}; it is ignored")
-            return None
+        self.stopping = self.stopping or manifest.stop or (self.wish.is_heard and self.misses > 8)
 
     def has_stopped(self, decided: Manifest | None) -> bool:
         """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""
-        wish = self._wish()
-        if decided is None or wish is None or wish == self._old_stop:
+        asked_in = self.wish.asked_in()
+        if decided is None or asked_in is None:
             return False
-        found = map(self.manifest, range(log.asked_in(wish), decided.round + 1))
+        found = map(self.manifest, range(asked_in, decided.round + 1))
         return any(manifest is not None and manifest.stop for manifest in found)
-
-    def hears_stop(self) -> bool:
-        """Whether the run has a wish to stop that is newer than this worker; reads it until then."""
-        if self.heard_stop == math.inf and self._record is not None and self._wish() not in (None, self._old_stop):
-            self.heard_stop = time.monotonic()
-        return self.heard_stop < math.inf
 
     # Requests
 
@@ -483,8 +464,8 @@ class FolderExchange(VaryingExchange):
             away = time.monotonic() - began
             if away >= min(limit, self._patient.patience) or (away > TOLD_AFTER and self.asked_to_stop()):
                 raise ExchangeError(gone)
-            if away > TOLD_AFTER and self.hears_stop():
-                limit = min(limit, max(began, self.heard_stop) + self.late - began)
+            if away > TOLD_AFTER and self.wish.hear():
+                limit = min(limit, max(began, self.wish.heard_at) + self.late - began)
             if away > TOLD_AFTER and not told:
                 told = True
                 self.say(f"{gone}; waiting up to {min(limit, self._patient.patience):.0f} s")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -34,7 +33,7 @@ MOST_DEPTH = 40  # lists and dicts in one another
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
-RECORD, STOP = "run", "stop"
+RECORD = "run"
 
 T = TypeVar("T")
 DTYPES = {  # that tensors in a run may have, with the bytes of an element
@@ -248,32 +247,6 @@ def look(store: Store, number: int) -> Seen:
     found = [piece.groups() for piece in map(_PIECE.fullmatch, names) if piece]
     messages, hellos = ({worker for worker, kind in found if kind == each} for each in ("message", "hello"))
     return Seen(messages, hellos, "manifest" in names)
-
-
-def put_stop(store: Store, number: int, run: str) -> None:
-    """Asks all workers to stop: a new wish each time, so that those who join later can tell it from an old one."""
-    wish = f"{run} {number} {time.time_ns()}\n".encode()
-    with suppress(MessageError):  # another's object
-        if store.put_if_absent(STOP, wish):
-            return
-        store.delete([STOP])
-        if store.put_if_absent(STOP, wish) or store.get(STOP, MOST_ENVELOPE) == wish:
-            return
-    raise ExchangeError(f"{store.address}: there is an object {STOP} that cannot be deleted; delete it")
-
-
-def read_stop(store: Store, run: str) -> bytes | None:
-    """Returns the newest wish to stop this run, if there is one. MessageError if the object is no such wish."""
-    found = store.get(STOP, MOST_ENVELOPE)
-    if found is not None and found.partition(b" ")[0] != run.encode():
-        raise MessageError(f"{STOP} is of another run")
-    return found
-
-
-def asked_in(wish: bytes) -> int:
-    """Returns the round that was open when a wish to stop came."""
-    found = re.fullmatch(rb"\S+ (\d{1,8}) .*\s*", wish)
-    return int(found[1]) if found else 0
 
 
 def hello_name(number: int, worker: str) -> str:

@@ -1,7 +1,6 @@
 """An open round in a folder: its messages as they come, the wait for them, the manifest; and its outcome."""
 
 import ctypes
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -147,7 +146,7 @@ class OpenRound:
         looks: list[Callable[[], Any]] = [self.look, self._require_round_before]
         # Members take turns at reading the wish to stop, and tell the others by their message.
         if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
-            looks.append(run.hears_stop)
+            looks.append(run.wish.hear)
         # The put may go beside the look, unless
         may_be_late = since_before >= SLACK * mine.seconds + run.late  # no long upload if it is over
         may_be_gone = since_before >= _STILL_THERE  # nothing is put where the manifest before is gone
@@ -183,7 +182,7 @@ class OpenRound:
         while True:
             missing, now = self.missing(), time.monotonic()
             until = max([put_at, *map(self.needs_until, missing)])
-            if missing and now < min(until, max(put_at, run.heard_stop)) + run.late:
+            if missing and now < min(until, max(put_at, run.wish.heard_at)) + run.late:
                 if now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
                 due = max(self.needs_until(each, slack=1.0) for each in missing)
@@ -192,13 +191,13 @@ class OpenRound:
                 more = time.monotonic() - now - pause
                 self.slept += more if more > _ASLEEP else 0.0
                 looked_at = time.monotonic()
-                self.read_new(self.look, *([run.hears_stop] if now - put_at > TOLD_AFTER else []))
+                self.read_new(self.look, *([run.wish.hear] if now - put_at > TOLD_AFTER else []))
                 self._longest = max(self._longest, time.monotonic() - looked_at)
                 self.waited_for = missing
             elif any(self.unread()):
                 self.read_new(self.look)
             else:
-                author = replace(self.mine, stop=self.mine.stop or run.heard_stop < math.inf)
+                author = replace(self.mine, stop=self.mine.stop or run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
                     run.together([run.require_run, self._require_round_before])
                 self.waited_for = missing or self.waited_for

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from demopt.runs.stop import put_stop
 from demopt.train.config import InputError
 
 if TYPE_CHECKING:
@@ -78,7 +79,6 @@ def status(
 
 def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
-    from demopt.runs import log
     from demopt.train.runs.status import progress, status_of
 
     run = open_run(address, key_file)
@@ -91,7 +91,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
         more = saves if found["state"] == "done" else f"; {again} goes on"
         print(f"nothing to stop: the run is {found['state']} after {progress(found)}{more}")
         return 0
-    log.put_stop(run.store, number, run.record.identity)
+    put_stop(run.store, number, run.record.identity)
     most = len(found["workers"]) + 2  # they take turns at reading the wish, and tell it in their next message
     print(f"all workers will stop within {most} rounds; go on with: {again}")
     return 0
