@@ -140,6 +140,13 @@ def test_agreement_is_the_literal_count():
         assert torch.equal(each.agreement()[0][others], torch.einsum("wcn,vcn->wv", signs, signs)[others] * FULL)
 
 
+def test_agreement_is_counted_exactly_inside_autocast():
+    decoded = _decoded(*_built([0, 1, 2], [LIES["noise"]], top_k=500, values="float32"))
+    counted = [each.agreement() for each in decoded]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert problems.same([each.agreement() for each in decoded], counted)
+
+
 def test_folders_leave_out_liars_by_default():
     """Over connections it is an option."""
 

@@ -302,6 +302,11 @@ def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
     return {**mine, "state": shared, RANKS: states}
 
 
+def marks_of(state: StateDict) -> dict[Any, SavedBy | None]:
+    """Returns whose each parameter's state is, and of how many entries."""
+    return {number: SavedBy.of(entry) for number, entry in state["state"].items()}
+
+
 def separated(state: StateDict) -> dict[int, StateDict]:
     """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
     shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}

@@ -169,6 +169,23 @@ def test_consolidated_state_is_of_rank_0_until_the_next_change(exchange):
 
 
 @ranks.alike(2)
+def test_consolidated_state_is_none_once_a_parameter_trains_or_inner_state_is_gone(exchange):
+    for kind in ("DeMo", "LocalDeMo"):
+        parameters = problems.parameters(carriers.SHAPES)
+        frozen = parameters[1].requires_grad_(False)
+        optimizer = carriers.trained(kind, exchange, parameters=parameters)
+        for changes_inner in (False, True)[: 1 + (kind == "LocalDeMo")]:
+            carriers.consolidate(optimizer)
+            if changes_inner:
+                optimizer.inner[0].state.clear()
+            else:
+                frozen.requires_grad_()
+            state = carriers.saved(optimizer)
+            assert not separated(state)
+            optimizer.load_state_dict(state)
+
+
+@ranks.alike(2)
 def test_consolidation_waits_for_a_round_in_flight(exchange):
     """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
     optimizer = carriers.trained("LocalDeMo", exchange, 4, delay=1)

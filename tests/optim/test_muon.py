@@ -103,6 +103,17 @@ def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(torchs_first, ne
     torch.testing.assert_close(_steps(resumed, range(3, 6)), whole)
 
 
+@pytest.mark.parametrize("kind", ["DeMo", pytest.param("BatchedMuon", marks=needs_muon)])
+def test_muon_iterates_in_float32_where_a_script_steps_inside_autocast(kind):
+    def trained(autocasts):
+        matrices = problems.parameters(SHAPES)
+        optimizer = demopt.DeMo(matrices, update="muon") if kind == "DeMo" else BatchedMuon(matrices, **SETTINGS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            return _steps(optimizer, range(3))
+
+    assert problems.same(trained(True), trained(False))
+
+
 @needs_muon
 def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
     parameter = Parameter(torch.ones(4, 6, dtype=torch.bfloat16))

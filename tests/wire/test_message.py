@@ -239,6 +239,7 @@ def test_fingerprint_sees_bits_order_and_borders():
             seen.append(fingerprint(changed))
     assert len(set(seen)) == len(seen) == 4 + 5 + 23
     assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
+    assert fingerprint([torch.zeros(0, 2)[:, 0]]) == fingerprint([torch.zeros(0)]), "a column of no rows"
 
 
 def test_fingerprint_is_made_of_tensor_checksums():

@@ -6,6 +6,7 @@ noise is made of integers, by round, parameter and place alone: all ranks round 
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -63,6 +64,12 @@ def _noise(device: str) -> Tensor:
         numbers = (numbers + 0x3C6E) * factor % _LEVELS
         numbers ^= numbers >> shift
     return numbers.repeat(2).to(device, torch.int32)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """The context of matrix products in the precision of their factors, also where a script steps inside autocast."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def splitmix64(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from demopt.core.rounding import without_autocast
 from demopt.validation import check_number, suggestion
 
 #: (a, b, c) of x -> a x + b x^3 + c x^5. Five iterations take every singular value in (0.01, 1] to between 0.7 and
@@ -223,9 +224,10 @@ def newton_schulz(matrices_RS: Tensor) -> Tensor:
     x.div_(torch.linalg.vector_norm(x, dim=sides, keepdim=True).clamp_(min=1.0))
     plus_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     a, b, c = _QUINTIC
-    for _ in range(_STEPS):
-        gram = x @ x.mT
-        x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with without_autocast(x.device):
+        for _ in range(_STEPS):
+            gram = x @ x.mT
+            x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT.contiguous() if is_tall else x
 
 

@@ -49,8 +49,8 @@ def fingerprint(tensors: list[Tensor]) -> int:
     sums = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1)
-        flat = flat if not flat.numel() or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-        data = flat.view(torch.uint8)  # the stride of a single element may be anything
+        flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+        data = flat.view(torch.uint8)  # the stride of a single element, or of none, may be anything
         for part in data.split(64 * BLOCK):
             sums.append(checksum(torch.nn.functional.pad(part, (0, -part.numel() % 8))).reshape(1))
     if not sums:

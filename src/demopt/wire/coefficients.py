@@ -14,6 +14,7 @@ from torch import Tensor
 from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.agreement import FULL, differing_bits
+from demopt.core.rounding import without_autocast
 from demopt.errors import MessageError
 from demopt.wire.bits import Faults, bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
@@ -136,9 +137,11 @@ class Strongest(Coefficients):
             dense_WCN = part_WCK.new_zeros(*part_WCK.shape[:2], self.length).scatter_(2, positions_WCK, part_WCK)
             dense_CWN = dense_WCN.transpose(0, 1)
             signs_CNW = dense_CWN.sign().transpose(1, 2)
-            equal_CWW = (dense_CWN @ signs_CNW).to(torch.int64)  # exact: whole numbers below 2**24
-            found_2WW[0] += (weights_WC[:, here].T.unsqueeze(-1) * equal_CWW).sum(0)
-            found_2WW[1] += (dense_CWN.sign().abs() @ signs_CNW.abs()).to(torch.int64).sum(0)
+            with without_autocast(dense_CWN.device):  # exact: whole numbers below 2**24
+                equal_CWW = dense_CWN @ signs_CNW
+                common_CWW = dense_CWN.sign().abs() @ signs_CNW.abs()
+            found_2WW[0] += (weights_WC[:, here].T.unsqueeze(-1) * equal_CWW.to(torch.int64)).sum(0)
+            found_2WW[1] += common_CWW.to(torch.int64).sum(0)
         found_2WW[0] //= FULL
         return found_2WW
 
