@@ -137,6 +137,21 @@ def test_hellos_are_read_few_at_a_look_and_one_that_cannot_be_read_yet_at_the_ne
     assert len(box.unread()[1]) == 64
 
 
+@pytest.mark.parametrize("kind", ["hello", "message"])
+def test_round_ends_although_a_stranger_puts_more_between_any_two_looks(kind, store):
+    first, second = joined(store, key=KEY, late=0.1)
+    names, found = iter(range(200)), store.list  # a look too many is an error
+
+    def floods(folder):
+        name = next(names)
+        store.put_if_absent(f"{folder}/ghost-{name}.{kind}", bytes(100))
+        return found(folder)
+
+    store.list = floods
+    rounds(first, second)  # the first one waits for the second in vain
+    assert (first.senders, second.senders) == (["w0"], ["w0"])
+
+
 def test_manifest_is_bounded_and_strangers_are_no_members():
     """A refused message makes nobody a member, so nobody is waited for because of it."""
     names = [f"w-{number:05d}" for number in range(3000)]

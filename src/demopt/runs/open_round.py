@@ -195,7 +195,9 @@ class OpenRound:
                 self._longest = max(self._longest, time.monotonic() - looked_at)
                 self.waited_for = missing
             elif any(self.unread()):
-                self.read_new(self.look)
+                awaited = log.expected(self._attached.decided, self.hellos)
+                # Without another look after those of others: a stranger may put more for ever.
+                self.read_new(*([self.look] if awaited.intersection(self.unread()[0]) else []))
             else:
                 author = replace(self.mine, stop=self.mine.stop or run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
@@ -219,7 +221,7 @@ class OpenRound:
 
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
-        expected = log.expected(self._attached.decided, {*self.hellos, *self.unread()[1]})
+        expected = log.expected(self._attached.decided, self.hellos)
         return tuple(sorted(expected - {*self.valid, *self.refused, *self._there}))
 
     @property
