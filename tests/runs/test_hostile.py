@@ -336,6 +336,16 @@ def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(sto
     assert [*first.run.decided.members] == ["w0"]
 
 
+def test_many_checkpoints_of_a_stranger_cost_who_looks_for_the_newest_one_few_requests(store):
+    first = Worker(store, 0, key=KEY, checkpoint_every=2).round(5)
+    for number in range(300):
+        store.put_if_absent(f"checkpoints/{10**8 - 1 - number:08d}", bytes(100))
+    counted = stores.Through(store)
+    assert status_of(Keyed(counted, KEY), first.run.record, "")["checkpoint"] == 4
+    assert Worker(counted, 1, key=KEY).join().digest == first.digest
+    assert len(counted.calls) < 100
+
+
 def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_and_nothing_is_deleted(store):
     worker = Worker(store, 0, checkpoint_every=1)
     stores.put(store, "checkpoints/00000003", b"{}")

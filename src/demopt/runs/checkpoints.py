@@ -101,7 +101,7 @@ def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int
     forked = set[int]()
 
     def read() -> Checkpoint | None:
-        there = [number for number in log.checkpoints(run.store) if number >= least and number not in forked]
+        there = [each for each in log.reached(run.store, run.manifest) if each >= least and each not in forked]
         for number in reversed(there):
             try:
                 return read_checkpoint(run, tensors, number)  # None: deleted since, because there are newer ones

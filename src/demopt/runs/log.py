@@ -33,6 +33,7 @@ MOST_DEPTH = 40  # lists and dicts in one another
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
+_LOST = 100  # rounds, at most, whose manifests may be gone before a checkpoint that is looked at
 RECORD = "run"
 
 T = TypeVar("T")
@@ -320,9 +321,21 @@ def checkpoints(store: Store) -> list[int]:
     return [0, *numbered(store, "checkpoints")]
 
 
+def reached(store: Store, manifest: Callable[[int], Manifest | None]) -> list[int]:
+    """The same without those far beyond the newest manifest: they are a stranger's, who may have put many."""
+    found = checkpoints(store)
+    decided, unknown = 0, found[-1]  # rounds
+    if unknown and manifest(unknown - 1) is None:
+        while decided < unknown:
+            middle = (decided + unknown) // 2
+            decided, unknown = (decided, middle) if manifest(middle) is None else (middle + 1, unknown)
+        found = [number for number in found if number <= decided + _LOST]
+    return found
+
+
 def newest(store: Store, run: str) -> tuple[int, Manifest | None]:
     """Returns the newest checkpoint's round and the manifest before it, without which a checkpoint is a stranger's."""
-    for number in filter(None, reversed(checkpoints(store))):
+    for number in filter(None, reversed(reached(store, partial(read_manifest, store, run)))):
         if (before := read_manifest(store, run, number - 1)) is not None:
             return number, before
     return 0, None
