@@ -1,5 +1,6 @@
 """A run in a folder that others can write, and whose disk comes and goes: nothing outside it is touched."""
 
+import contextlib
 import os
 import shutil
 import stat
@@ -66,6 +67,22 @@ def test_folder_is_listed_without_links_folders_pipes_and_empty_files(run, home,
     os.mkfifo(place / "pipe")
     (place / "empty").touch()
     assert run.list("rounds/1") == {"a"}
+
+
+def test_listing_has_what_stays_although_another_deletes_beside_it(run, tmp_path, monkeypatch):
+    for name in "ab":
+        run.put_if_absent(f"rounds/1/{name}", b"x")
+    scandir = os.scandir
+
+    @contextlib.contextmanager
+    def deletes(place):
+        with scandir(place) as found:
+            entries = sorted(found, key=lambda each: each.name)
+        (tmp_path / "run" / "rounds" / "1" / "a").unlink()
+        yield entries
+
+    monkeypatch.setattr(os, "scandir", deletes)
+    assert run.list("rounds/1") == {"b"}
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])

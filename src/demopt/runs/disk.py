@@ -73,8 +73,11 @@ class Disk(Store):
         with told(self.address):
             try:
                 with self._at(f"{folder}/.") as (place, here), os.scandir(place if here is None else here) as entries:
-                    files = [each for each in entries if each.is_file(follow_symlinks=False)]
-                    full = {each.name: each.stat(follow_symlinks=False).st_size > 0 for each in files}
+                    full = dict[str, bool]()
+                    for each in entries:
+                        with suppress(FileNotFoundError):  # deleted since; the others are there all the same
+                            if each.is_file(follow_symlinks=False):
+                                full[each.name] = each.stat(follow_symlinks=False).st_size > 0
                 # A second name counts beside an empty first one only: anything else of that name, `get` does not read.
                 return {each for each in full if not each.endswith("~") and (full[each] or full.get(f"{each}~"))}
             except (FileNotFoundError, NotADirectoryError):
