@@ -123,6 +123,9 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     model.mkdir(parents=True)
     (model / "tokenizer.json").write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
+    (tmp_path / "text.txt").rename(tmp_path / ".hidden")
+    with pytest.raises(InputError, match="it has no file but hidden ones and those of --out"):
+        data.load_corpus(config)
 
 
 def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
@@ -148,6 +151,8 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
         ("bad.npy", b"not numpy", "not a token file"),
         ("float.npy", np.zeros(1000), "wanted one row of integers, got float64 of shape"),
         ("negative.npy", np.array([-1, 3] * 400), "holds numbers from -1 to 3; tokens go from 0 to"),
+        ("zeros.bin", bytes(9999 * 2), "all of its tokens are 0"),
+        ("one_more.npy", np.array([0, 2**24] * 400), "holds numbers from 0 to 16777216; tokens go from 0 to 16777215"),
         ("large.npy", np.array([0, 2**40] * 400), "holds numbers from 0 to 1099511627776"),
     ],
 )

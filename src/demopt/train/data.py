@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from demopt.errors import DemoptError, first_line
 from demopt.runs.reading import sequence_at
-from demopt.train.config import BYTE_VOCABULARY, InputError, TrainConfig
+from demopt.train.config import BYTE_VOCABULARY, MANY, InputError, TrainConfig
 
 ANSWERER = "assistant"
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -31,7 +31,7 @@ COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
-MOST_TOKEN = 2**24  # a larger number is no token: no vocabulary is so large
+MOST_TOKEN = MANY - 1  # a larger number is no token: no vocabulary is so large
 ENCODED_AT_ONCE = 256  # documents
 
 Batch = NDArray[np.int64]  # windows of tokens [sequences, sequence + 1]
@@ -112,6 +112,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
         if not part.windows(_window(config)):
             wanted = f"a sequence takes {_window(config):,}: give more text or a smaller --sequence"
             raise InputError(f"--data: the {name} part has {len(part):,} tokens, and {wanted}")
+    if size < 2:
+        raise InputError("--data: all of its tokens are 0, as in a file that was made and not filled")
     if config.vocab_size is not None and config.vocab_size < size:
         raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
     return Corpus(train, val, size, _fingerprint(train, val), ratio, source)
@@ -175,7 +177,8 @@ def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
     for name in config.data:
         faults = {file: unfit(file) for file in _files(Path(name), config)}
         if all(faults.values()):
-            first = next((f"{file.name} is {fault}" for file, fault in faults.items()), "it is an empty folder")
+            none = "it has no file but hidden ones and those of --out"
+            first = next((f"{file.name} is {fault}" for file, fault in faults.items()), none)
             raise InputError(f"--data {name}: no text in it: {first}")
         read += [file for file, fault in faults.items() if not fault]
         left += [file for file, fault in faults.items() if fault]
