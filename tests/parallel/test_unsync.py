@@ -215,6 +215,7 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast(rank):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model.register_buffer("mask", torch.tensor([rank == 0, True, False]))
     model.register_buffer("wide", torch.tensor(float(rank)).expand(2, 3))
+    model.register_buffer("conjugate", torch.tensor([1 + 1j * rank, 2]).conj())
     for step in range(rank + 1):
         model(problems.draw((8, 3), rank, step))
     before = problems.bits(model.buffers())
@@ -222,6 +223,7 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast(rank):
         demopt.broadcast_buffers(model, src=1)
     assert mode.found["c10d::broadcast_"] == 1
     assert model[0].num_batches_tracked == 2
+    assert model.conjugate.tolist() == [1 - 1j, 2]
     assert (problems.bits(model.buffers()) == before) == (rank == 1)
     return problems.bits(model.buffers())
 

@@ -240,6 +240,8 @@ def test_fingerprint_sees_bits_order_and_borders():
     assert len(set(seen)) == len(seen) == 4 + 5 + 23
     assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
     assert fingerprint([torch.zeros(0, 2)[:, 0]]) == fingerprint([torch.zeros(0)]), "a column of no rows"
+    views = [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag]  # other bits than in memory
+    assert fingerprint(views) == fingerprint([torch.tensor([1 - 2j]), torch.tensor([-2.0])])
 
 
 def test_fingerprint_is_made_of_tensor_checksums():

@@ -48,10 +48,7 @@ def fingerprint(tensors: list[Tensor]) -> int:
     """Returns a number in [0, 2**64) that depends on every bit of the tensors and on their order."""
     sums = []
     for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1)
-        flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-        data = flat.view(torch.uint8)  # the stride of a single element, or of none, may be anything
-        for part in data.split(64 * BLOCK):
+        for part in bytes_of(tensor).split(64 * BLOCK):
             sums.append(checksum(torch.nn.functional.pad(part, (0, -part.numel() % 8))).reshape(1))
     if not sums:
         return 0
@@ -60,6 +57,14 @@ def fingerprint(tensors: list[Tensor]) -> int:
         there = [number for number, each in enumerate(sums) if each.device == device]
         on_host[there] = torch.cat([sums[number] for number in there]).cpu()
     return int(checksum(splitmix64(on_host))) % 2**64
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor's elements in their order, uint8 [n], which may be its memory."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)  # views have other bytes in memory
+    # the stride of a single element, or of none, may be anything
+    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 @functools.lru_cache(maxsize=16)
