@@ -16,7 +16,8 @@ import demopt
 from demopt.errors import SettingsError
 from demopt.exchange import SingleRank
 from demopt.runs import log
-from demopt.runs.reading import Reading, count
+from demopt.runs.reading import Reading, Reads, count
+from demopt.runs.stop import put_stop
 from demopt.runs.store import ObjectStore, Store
 
 TOTAL = 24
@@ -32,11 +33,11 @@ class Reader(InTurns):
 
 
 def lost(bare: Store) -> set[int]:
-    """The numbers of workers that a manifest drops without a message of theirs."""
+    """The numbers that a manifest takes from workers without a message of theirs."""
     identity, found, number, before = log.read_record(bare).identity, set[int](), 0, None
     while (manifest := log.read_manifest(bare, identity, number)) is not None:
         for worker in before.reading.held if before and before.reading else ():
-            if worker not in {*manifest.members, *(sender.worker for sender in manifest.senders)}:
+            if worker not in {*manifest.reading.held, *(sender.worker for sender in manifest.senders)}:
                 found |= {*before.reading.numbers(worker)}
         before, number = manifest, number + 1
     return found
@@ -103,6 +104,32 @@ def test_state_knows_what_its_local_steps_have_read():
         state = worker.state()
         assert len(state["folder"]["read"]) == 2 * worker.optimizer.local_steps
     assert read == Counter(range(20))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_no_sequence_is_read_again_after_a_stop_by_who_has_it_in_a_state(delay):
+    read, store, state = Counter[int](), ObjectStore(), None
+    for life in range(2):
+        worker = Worker(store, 0, state=state, delay=delay)
+        for batch in demopt.RunSampler(worker.optimizer, 40, batch=2):
+            worker.step()
+            read.update(batch)
+            if (life, sum(read.values())) == (0, 14):
+                put_stop(store, worker.rounds, worker.run.record.identity)
+        state = worker.state()
+        assert worker.run.stopping == (life == 0)
+    assert read == Counter(range(40))
+
+
+def test_what_a_stopped_worker_holds_is_read_by_others_once_nothing_else_is_left():
+    before = log.Manifest(
+        "r", 3, "a", [], {}, {}, {}, "", stop=True, reading=Reading(8, 4, {"a": [(0, 2)], "b": [(2, 4)]})
+    )
+    for number, rest in ((4, [(2, 4)]), (5, [(2, 4)]), (6, [])):
+        said = log.Envelope("r", number, "a", 1, False, False, None, None, "", 0.0, reads=Reads(2, 2, 8))
+        before = log.draft(said, before, {"a": (said, "")}, {}, {})
+        assert before.reading.held.get("b", []) == rest
+    assert before.reading.held == {"a": [(2, 4)]}
 
 
 def test_worker_with_other_data_is_refused_before_it_sends():

@@ -173,6 +173,8 @@ def draft(
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     needs = {**(decided.seconds if decided else {}), **hellos}
     needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
+    # After a stop, too, members keep what they hold: they may be back.
+    reading = _reading(author, decided, members, {worker: each for worker, (each, _) in applied.items()})
     if stop := author.stop or any(message.stop for message, _ in messages.values()):
         members = {}  # all end; `applied`, above, goes by those that there were
     return Manifest(
@@ -187,7 +189,7 @@ def draft(
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        reading=_reading(author, decided, members, {worker: sent for worker, (sent, _) in applied.items()}),
+        reading=reading,
     )
 
 
@@ -202,7 +204,10 @@ def _moves(senders: Sized, members: Sized) -> bool:
 def _reading(
     author: Envelope, decided: Manifest | None, members: Iterable[str], messages: Mapping[str, Envelope]
 ) -> Reading | None:
-    """Returns who reads which sequences next. A silent member keeps what it holds."""
+    """Returns who reads which sequences next. A silent member keeps what it holds.
+
+    So does who has stopped and is not back, until nothing else is left: its state may have work on that.
+    """
     known = decided.reading if decided else None
     if known is None:
         if author.reads is None:
@@ -211,6 +216,9 @@ def _reading(
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
     wanted |= {worker: said[worker].wanted for worker in wanted if worker in said}
+    if decided and (known.returned or known.unread < known.total):
+        away = known.held.keys() - decided.members.keys() - messages.keys()
+        wanted |= {worker: count(known.held[worker]) for worker in away}
     return known.after({worker: reads.read for worker, reads in said.items()}, wanted)
 
 
