@@ -146,6 +146,23 @@ def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_wit
 
 
 @needs_muon
+def test_muon_adamw_trains_on_where_weights_move_to_channels_last():
+    def trained(moves):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3)
+        (optimizer,) = demopt.muon_adamw(model, lr=0.01)
+        for step in range(4):
+            if moves and step == 2:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            model(problems.draw((2, 3, 5, 5), step)).square().mean().backward()
+            optimizer.step()
+        return model.weight.detach().flatten()
+
+    torch.testing.assert_close(trained(True), trained(False))
+
+
+@needs_muon
 @pytest.mark.parametrize("model", [nn.Linear(2, 3, bias=False), nn.LayerNorm(3)])
 def test_muon_adamw_leaves_out_an_optimizer_without_parameters(model):
     (only,) = demopt.muon_adamw(model, lr=0.1)

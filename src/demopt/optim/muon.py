@@ -116,7 +116,9 @@ def muon_adamw(
     if matrices:
         found.append(BatchedMuon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
     if rest:
-        fused = rest[0].device.type in ("cpu", "cuda")
+        # Where a weight and its state lie differently in memory, such as after a change to channels_last, torch's fused
+        # AdamW takes the wrong elements on a CPU, and says nothing.
+        fused = rest[0].device.type in ("cpu", "cuda") and all(p.dim() < 4 and p.is_contiguous() for p in rest)
         found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused))
     return found
 
