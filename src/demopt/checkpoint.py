@@ -171,6 +171,12 @@ class OptimizerState:
                 raise ValueError(f"{error}. Of FSDP2 or tensor parallelism, {_SHARDS}") from error
             raise
 
+    def __reduce__(self) -> tuple[Any, ...]:  # DCP pickles what is inside another container, and rank 0's alone
+        raise TypeError(
+            "an OptimizerState belongs into the outermost dict that dcp.save gets, where DCP asks it for its state; "
+            "inside another one give OptimizerState(optimizer).state_dict()"
+        )
+
     @property
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -76,6 +76,13 @@ def test_state_of_another_optimizer_is_refused():
         OptimizerState(torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
 
 
+@ranks.each(1)
+def test_optimizer_state_inside_another_dict_is_refused_as_it_is_saved(tmp_path):
+    state = {"one": {"optimizer": OptimizerState(carriers.build("DeMo"))}}
+    with pytest.raises(dcp.api.CheckpointException, match="belongs into the outermost dict"):
+        dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
+
+
 def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path):
     folder = str(tmp_path / "checkpoint")
     ranks.run(_save, 2, "DeMo", folder)
