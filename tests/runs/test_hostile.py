@@ -25,7 +25,7 @@ from demopt.runs.disk import Disk
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.stop import put_stop, read_stop
-from demopt.runs.store import ObjectStore, open_store
+from demopt.runs.store import ObjectStore, StoreError, open_store
 from demopt.train.runs.status import status_of
 
 KEY = bytes(range(32))
@@ -458,3 +458,22 @@ def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_
     assert bob.get(theirs, 1 << 20) == before
     assert max(sum("what is old was not deleted" in text for text in worker.said) for worker in workers) == 1
     assert len(log.checkpoints(alice)) > 2
+
+
+def test_requests_of_a_checkpoint_stay_as_few_where_nothing_may_be_deleted():
+    store, tried = ObjectStore(), list[str]()
+
+    def denied(name):
+        tried.append(name)
+        raise StoreError("access denied", at_first=True)
+
+    store._delete = denied
+    counted = stores.Through(store)
+    worker = Worker(counted, 0, checkpoint_every=2)
+    counts = []
+    for _ in range(6):
+        worker.round(2)
+        counts.append((len(counted.calls), len(tried)))
+        counted.calls.clear()
+        tried.clear()
+    assert counts[-1] == counts[-2] == counts[-3]

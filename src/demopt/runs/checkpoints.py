@@ -61,16 +61,21 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
             raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
         if number % every:
             return
+        last = regular[-1] if regular else 0
+        # The last save cleared those before. What it may not delete, or a stranger has put there since, stays.
+        cleared = max(regular[0] if len(regular) > 1 else 0, run.cleared)
+        old = [each for each in older if run.cleared <= each < last]
         try:
-            last = regular[-1] if regular else 0
-            gone = [log.moments_name(each) for each in older if each < last]
+            gone = [log.moments_name(each) for each in old]
             if not run.record.keep_log and regular:  # a slow worker may still read what came after the last one
-                cleared = regular[0] if len(regular) > 1 else 0  # the last save cleared those before
                 gone += log.pieces(run.store, range(cleared, last))
-                gone += [log.checkpoint_name(run.record, each) for each in older if each < last]
+                gone += [log.checkpoint_name(run.record, each) for each in old]
             run.store.delete(gone)
         except ExchangeError as error:
             run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
+            if not getattr(error.__cause__, "at_first", False):  # it passes: the next save tries again
+                return
+        run.cleared = last
 
     run.later(write)
 
