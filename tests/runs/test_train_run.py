@@ -24,7 +24,7 @@ import forked
 import models
 from demopt.errors import DriftError, ExchangeError
 from demopt.runs import log
-from demopt.runs.key import Keyed
+from demopt.runs.key import Keyed, read_key
 from demopt.runs.stop import STOP
 from demopt.runs.store import open_store
 from demopt.train.runs import worker
@@ -458,6 +458,19 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     broken = ("train", "--run", machines.place / "broken", "--timeout", 1, *again[3:], *machines.data)
     for _ in range(2):  # a command that failed before it trained leaves --out free
         assert "has no object start/" in command(*broken, code=1)
+
+
+def test_key_file_is_read_once_as_a_pipe_is(tmp_path, command, monkeypatch):
+    def pipe(path):
+        found = read_key(path)
+        Path(path).write_text("")
+        return found
+
+    monkeypatch.setattr("demopt.runs.key.read_key", pipe)
+    for words in (("train", "--run", tmp_path / "run", *SMALL, "--steps", 5), ("join", tmp_path / "run")):
+        (file := tmp_path / "key").write_text("5a" * 32)
+        file.chmod(0o600)
+        command(*words, "--data", __file__, "--key-file", file, "--out", tmp_path / words[0])
 
 
 def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run(machines, command, monkeypatch):

@@ -57,7 +57,7 @@ def status(
     """Show the progress of a run and its workers."""
     from demopt.train.runs.status import shown, status_of
 
-    run = open_run(address, key_file)
+    run = open_run(address, key_of(key_file))
     if as_json:
         print(json.dumps(status_of(run.store, run.record, address), indent=1))
         return 0
@@ -81,7 +81,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
     from demopt.train.runs.status import progress, status_of
 
-    run = open_run(address, key_file)
+    run = open_run(address, key_of(key_file))
     found = status_of(run.store, run.record, address)
     number, by_script = found["round"], found["step"] is None
     key = f" --key-file {typed(key_file)}" if key_file else ""
@@ -118,7 +118,7 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     from demopt.runs.open_round import CoveredError
     from demopt.runs.replay import replay as rounds
 
-    last, run = None, open_run(address, key_file, patience=600.0)
+    last, run = None, open_run(address, key_of(key_file), patience=600.0)
     try:
         for last in rounds(run.store):
             if sys.stderr.isatty():
@@ -131,20 +131,28 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     return 0
 
 
-def open_run(address: str, key_file: str | None, patience: float = 30.0, flags: str = "") -> "FolderExchange":
-    """Opens a run that is there; NoRunError if none is, InputError if the address is none or the file has no key.
+def key_of(key_file: str | None) -> bytes | None:
+    """Returns the key in a file, which is read once: it may be a pipe. InputError if it holds none."""
+    from demopt.runs.key import read_key
+
+    try:
+        return read_key(key_file) if key_file else None
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str = "") -> "FolderExchange":
+    """Opens a run that is there; NoRunError if none is, InputError if the address is none.
 
     `flags`: to start one instead.
     """
     from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
-    from demopt.runs.key import read_key
     from demopt.runs.store import full
 
     try:
         mounted = "to" if (bucket := "://" in (place := full(address))) else "is its disk mounted? To"
         start = f"{mounted} start a run: demopt train --run {typed(address)}{flags}"
-        key = read_key(key_file) if key_file else None
         if not bucket and not Path(place).is_dir():  # opening it would make it
             raise NoRunError(f"{address} is no folder here; {start}")
         run = FolderExchange(address, patience=patience, key=key)

@@ -20,7 +20,6 @@ from demopt.replicator.replicator import Stats
 from demopt.runs import log
 from demopt.runs.checkpoints import weights_digest
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.key import read_key
 from demopt.runs.store import full
 from demopt.state import load_file
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
@@ -30,7 +29,7 @@ from demopt.train.method import check_settings, cost_of, make_method, make_optim
 from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
-from demopt.train.runs.command import NoRunError, open_run, typed
+from demopt.train.runs.command import NoRunError, key_of, open_run, typed
 from demopt.train.runs.status import numbers_of, sequences_so_far
 from demopt.train.team import Team, cores, pick_device, stop_on_signals
 
@@ -51,14 +50,15 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
     if not config.overwrite and _is_of(out, config.run):  # the same command again, after an error
         config = dataclasses.replace(config, resume=True)
     out.refuse_if_taken(config)
+    key = key_of(config.key_file) if run is None else None
     if config.resume:
-        run = run or open_run(config.run, config.key_file, config.timeout, " --overwrite")
+        run = run or open_run(config.run, key, config.timeout, " --overwrite")
         known = out.identity.read_text(encoding="utf-8", errors="replace") if out.identity.exists() else None
         if known != run.record.identity and (known or not _is_of(out, config.run)):  # a run that has moved is the same
             raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
     elif run is None:
         with suppress(NoRunError):  # it starts one. A wish to stop from now on is for this worker, too
-            run = open_run(config.run, config.key_file, config.timeout)
+            run = open_run(config.run, key, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
     try:
@@ -72,9 +72,8 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         shared |= {"tokenizer": None if config.tokenizer == config.model else config.tokenizer}
         try:
             run = FolderExchange(
-                config.run, patience=config.timeout, key=read_key(config.key_file) if config.key_file else None,
-                checkpoint_every=config.checkpoint_every, keep_log=config.keep_log,
-                settings={**shared, TEXT: corpus.fingerprint},
+                config.run, patience=config.timeout, key=key, checkpoint_every=config.checkpoint_every,
+                keep_log=config.keep_log, settings={**shared, TEXT: corpus.fingerprint},
             )  # fmt: skip
         except ValueError as error:
             raise InputError(f"--run: {error}") from None
@@ -378,7 +377,7 @@ def settings_of_run(
 ) -> tuple[TrainConfig, FolderExchange]:
     """Returns the settings of a run, replaced by those of `given` that are not None, and the run."""
     own = {name: value for name, value in given.items() if value is not None}
-    run = open_run(address, key_file, patience)
+    run = open_run(address, key_of(key_file), patience)
     known = {name: value for name, value in run.record.settings.items() if name in FROM_RUN}  # it tells nothing else
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     if "model" in own and TEXT in run.record.settings and not known.get("model"):
