@@ -45,17 +45,21 @@ def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said):
     assert (str(told), isinstance(told, InputError)) == (said, said.startswith("--data"))
 
 
-def test_killed_worker_ends_the_run(tmp_path, text):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 1), (signal.SIGQUIT, 131)])
+def test_killed_worker_and_a_quit_in_the_terminal_end_the_run(tmp_path, text, number, code):
     out = tmp_path / "run"
     process = train_runs.start(out, text, "--steps", 100000)
     train_runs.wait_for(lambda: steps_done(out) >= 4, process)
     workers = workers_of(process)
     assert sorted(workers) == [0, 1]
-    os.kill(workers[1], signal.SIGKILL)
+    os.kill(workers[1] if number == signal.SIGKILL else process.pid, number)
     _, told = process.communicate(timeout=LIMIT)  # long before --timeout, 600 s, has passed
-    assert process.returncode == 1
-    assert "rank 1 was ended by SIGKILL" in told
-    assert f"demopt train --resume --out {out}" in told
+    assert process.returncode == code
+    if number == signal.SIGKILL:
+        assert "rank 1 was ended by SIGKILL" in told
+        assert f"demopt train --resume --out {out}" in told
+    else:
+        assert told == "demopt: stopped at once\n"
     assert not any(map(alive, workers.values()))
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from demopt.errors import DemoptError, first_line
+from demopt.output import tell
 from demopt.train import checkpoint
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.method import check_settings
@@ -55,6 +56,8 @@ def train(config: TrainConfig) -> int:
                 elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings), str(os.getpid()))
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
+            except SignalException as error:
+                return tell("stopped at once", 128 + error.sigval)
             except DistError as error:  # no port, or no file, is left
                 raise DemoptError(f"the workers cannot be started: {first_line(error)}") from None
         if Path(scratch, ENDED).exists():
