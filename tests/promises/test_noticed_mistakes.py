@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import re
+import warnings
 
 import pytest
 import torch
@@ -229,6 +230,31 @@ def test_evaluation_between_rounds_outside_of_shared_warns_once(how):
 def test_evaluation_that_is_no_mistake_warns_of_nothing(how):
     """Nor right after a round, nor of one rank."""
     assert _told(_evaluated, how, 3) == _told(_evaluated, "plain", 4) == ranks.run(_evaluated, 1, "plain", 3)[0] == []
+
+
+def _scripted(rank, world_size):
+    """Whether TorchScript takes the model in shared(), as it takes a copy; what it says outside."""
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
+    problems.set_gradients(model.parameters(), 0, rank)
+    optimizer.step()
+    inputs, told = problems.draw((3, 6)), ""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script.*", DeprecationWarning)
+        with optimizer.shared():
+            same = [torch.equal(torch.jit.script(m)(inputs), m(inputs)) for m in (model, copy.deepcopy(model))]
+        try:
+            torch.jit.script(model)
+        except AttributeError as error:
+            told = str(error)
+    return same, told
+
+
+def test_torchscript_takes_the_model_inside_shared_and_outside_says_so():
+    (same, told), other = ranks.run(_scripted, 2)
+    assert "call it inside `with optimizer.shared():`" in told
+    assert (same, other) == ([True, True], ([True, True], ""))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ parameters in its first step (`look_at_models`). `Mistakes` watches the script a
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from demopt.exchange.process_group import collectives_between, resolve
 from demopt.optim.local_weights import TO_REPLACE
@@ -81,7 +84,7 @@ def look_at_models(optimizer: Any) -> None:
         if model.training and hasattr(optimizer, "mistakes"):  # else it trains in eval()
             inside = [each.module for each in model.modules() if isinstance(each, DistributedDataParallel)]
             for module in (model, *inside):
-                module.register_forward_pre_hook(_LocalWeightsSeen(optimizer))
+                optimizer.mistakes.watch(module)
 
 
 def _warn_of_statistics(model: nn.Module) -> None:
@@ -105,15 +108,22 @@ def _warn_of_statistics(model: nn.Module) -> None:
 class _LocalWeightsSeen:
     """A forward pre-hook that warns, once, if a model in eval() runs with the local weights of one rank."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer: Any = weakref.ref(optimizer)
+    def __init__(self, mistakes: "Mistakes") -> None:
+        self._mistakes = weakref.ref(mistakes)
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
         if model.training or torch.compiler.is_compiling():  # graphs stay whole
             return
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.mistakes.look_at_evaluation()
+        mistakes = self._mistakes()
+        if mistakes is not None:
+            mistakes.look_at_evaluation()
+
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks for it, before it compiles the hooks
+        raise AttributeError(
+            "torch.jit.script cannot compile the hook by which LocalDeMo notices a model that is evaluated between two "
+            "rounds: call it inside `with optimizer.shared():`, where there is none"
+        )
 
     # Copies, such as the average of an EMA, are not this optimizer's; and whoever loads a pickled model may not have
     # demopt. So a copy has a hook that returns its inputs: dict.get, of a module that it does not know.
@@ -133,6 +143,25 @@ class Mistakes:
         self._alone = 0  # rounds in a row
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._steps = 0  # local steps
+        self._watched: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []  # models, and the hook of each
+
+    def watch(self, model: nn.Module) -> None:
+        """Notices it if the model runs in eval() with local weights."""
+        self._watched.append((weakref.ref(model), model.register_forward_pre_hook(_LocalWeightsSeen(self))))
+
+    @contextmanager
+    def unwatched(self, shared: AbstractContextManager[None]) -> Iterator[None]:
+        """The context `shared`, in which models have no hook: torch.jit.script compiles none, and copies keep it."""
+        watched, self._watched = self._watched, []
+        for _, hook in watched:
+            hook.remove()
+        try:
+            with shared:
+                yield
+        finally:
+            for model in (found() for found, _ in watched):
+                if model is not None:
+                    self.watch(model)
 
     def note_state(self, has_local_weights: bool) -> None:
         """A state was loaded, or the run's weights came: late in a run rates are small."""
