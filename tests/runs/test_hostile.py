@@ -75,12 +75,13 @@ def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(store):
 def test_odd_names_are_no_workers_and_are_not_deleted(tmp_path):
     bare, place = Disk(tmp_path / "run"), tmp_path / "run" / "rounds" / "00000003"
     odd = ["a b.message", "\x1b[31mred.hello", "x\ny.message", "..message", "é.hello", ".hello", "a.message~12"]
-    odd += ["x" * 65 + ".hello", "[b].hello", "sub/w-2.message"]
+    odd += ["x" * 65 + ".hello", "[b].hello", "sub/w-2.message", "\udcff~1", "\udcff.message"]  # no text: bytes
     (place / "sub").mkdir(parents=True)
     for name in [*odd, "w-1.message"]:
         (place / name).write_bytes(b"x")
-    seen = log.look(bare, 3)
-    assert (seen.messages, seen.hellos) == ({"w-1"}, set())
+    for store in (bare, Keyed(bare, KEY)):
+        seen = log.look(store, 3)
+        assert (seen.messages, seen.hellos) == ({"w-1"}, set())
     bare.delete(log.pieces(bare, [3]))
     assert [name for name in [*odd, "w-1.message"] if (place / name).exists()] == odd
     (tmp_path / "run" / "checkpoints").mkdir()

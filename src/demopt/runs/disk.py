@@ -79,7 +79,9 @@ class Disk(Store):
                             if each.is_file(follow_symlinks=False):
                                 full[each.name] = each.stat(follow_symlinks=False).st_size > 0
                 # A second name counts beside an empty first one only: anything else of that name, `get` does not read.
-                return {each for each in full if not each.endswith("~") and (full[each] or full.get(f"{each}~"))}
+                # All names of a run are ASCII; a stranger's may be no text.
+                found = {each for each in full if each.isascii() and not each.endswith("~")}
+                return {each for each in found if full[each] or full.get(f"{each}~")}
             except (FileNotFoundError, NotADirectoryError):
                 return set()
 
