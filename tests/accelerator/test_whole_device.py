@@ -156,6 +156,19 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(case):
     assert toy.races() == set()
 
 
+@toy.each(1)
+def test_copies_to_and_from_another_device_than_the_current_one_leave_it_the_current_one():
+    copies, there, back = staging.Staging(), torch.zeros(3, device="toy:0"), torch.zeros(3)
+    torch.accelerator.set_device_index(1)
+    try:
+        copies.copy([(torch.ones(3), there)])
+        copies.copy([(there, back)])
+        assert torch.accelerator.current_device_index() == 1
+    finally:
+        torch.accelerator.set_device_index(0)
+    assert back.sum() == 3
+
+
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

@@ -26,7 +26,7 @@ namespace {
 
 constexpr auto TOY = c10::DeviceType::PrivateUse1;
 constexpr size_t PAGE = 4096;
-constexpr int STREAMS = 64;  // 0 is the default one
+constexpr int STREAMS = 256;  // 0 is the default one
 using Clock = std::array<uint64_t, STREAMS>;
 
 void raise_to(Clock& mine, const Clock& other) {
@@ -55,6 +55,7 @@ State& state() {
 }
 
 thread_local int current = 0;  // this thread's stream
+thread_local c10::DeviceIndex device = 0;  // the current one
 using Lock = std::lock_guard<std::mutex>;
 
 // Memory
@@ -177,13 +178,13 @@ struct Event {
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   explicit Guard(c10::DeviceType = TOY) {}
   c10::DeviceType type() const override { return TOY; }
-  c10::Device exchangeDevice(c10::Device) const override { return {TOY, 0}; }
-  c10::Device getDevice() const override { return {TOY, 0}; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device exchangeDevice(c10::Device to) const override { return {TOY, std::exchange(device, to.index())}; }
+  c10::Device getDevice() const override { return {TOY, device}; }
+  void setDevice(c10::Device to) const override { device = to.index(); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override { device = to.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }  // a second one exists by its number alone
   static c10::Stream of(int id) { return c10::Stream(c10::Stream::UNSAFE, {TOY, 0}, id); }
-  c10::Stream getStream(c10::Device) const override { return of(current); }
+  c10::Stream getStream(c10::Device on) const override { return c10::Stream(c10::Stream::UNSAFE, on, current); }
   c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
   c10::Stream getNewStream(c10::Device, int) const override {
     Lock held(state().lock);
@@ -191,7 +192,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return of(state().made++);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    return of(std::exchange(current, static_cast<int>(stream.id())));
+    return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current, static_cast<int>(stream.id())));
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Lock held(state().lock);

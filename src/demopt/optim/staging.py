@@ -126,10 +126,11 @@ class _Lane:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """The context of the lane's stream, which is behind all that this thread has launched."""
-        current = torch.accelerator.current_stream(self._device)
-        self._stream.wait_stream(current)
+        current, here = torch.accelerator.current_stream(), torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(here)
         torch.accelerator.set_stream(self._stream)
         try:
             yield
         finally:
-            torch.accelerator.set_stream(current)
+            torch.accelerator.set_stream(here)
+            torch.accelerator.set_stream(current)  # of the current device: the others made theirs the current one
