@@ -2,6 +2,7 @@
 
 import functools
 import math
+import signal
 import threading
 from contextlib import nullcontext, suppress
 from unittest.mock import Mock, patch
@@ -177,13 +178,21 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store, is_interrupt
     again.optimizer.replicator.parameters[0].data.add_(1.0)  # as on the other branch
     if is_interrupted:  # as soon as it has those of the first checkpoint
         rounds = again.optimizer._rounds
-        interrupted = Mock(side_effect=[KeyboardInterrupt])
-        rounds.take = at_first(lambda checkpoint, take=rounds.take: (take(checkpoint), interrupted()), rounds.take)
+        ctrl_c = lambda checkpoint, take=rounds.take: (take(checkpoint), signal.raise_signal(signal.SIGINT))  # noqa: E731
+        rounds.take = at_first(ctrl_c, rounds.take)
         with pytest.raises(KeyboardInterrupt):
             again.join()
     again.join()
     assert (again.rounds, again.digest) == (1, first.digest)
     assert "round 1 is another one in" in again.said[0]
+
+
+def test_state_of_the_branch_that_the_run_went_on_from_goes_on_although_the_store_shows_the_other_branch(store):
+    first = Worker(store, 0, keep_log=True).round()
+    state, digest = first.state(), first.round().digest
+    stores.change(store, log.manifest_name(0), lambda packed: packed.replace(b'"author": "w0"', b'"author": "w9"'))
+    again = Worker(store, 1, state=state).join()
+    assert (again.rounds, again.digest) == (2, digest)
 
 
 def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():

@@ -87,12 +87,8 @@ def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int)
     if data is None:
         return None
     head, found = _split(name, data)
-    mine = (
-        run.record.identity if number else "",
-        number,
-        packed_shapes(tensors),
-    )  # the first one is older than the run
-    if (head.get("run"), head.get("round"), head["tensors"]) != mine:
+    identity = run.record.identity if number else ""  # the first one is older than the run
+    if (head.get("run"), head.get("round"), head["tensors"]) != (identity, number, packed_shapes(tensors)):
         raise MessageError(f"{name} is damaged, or of another run or model")
     before = run.known_manifest(number - 1) if number else None
     if head.get("before") != log.digest_of(before):

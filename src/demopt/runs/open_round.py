@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from demopt.errors import DemoptError, DriftError, MessageError
+from demopt.errors import DemoptError, MessageError
 from demopt.replicator.rounds import Outcome, check_message, join_results
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
@@ -61,7 +61,6 @@ class FolderOutcome(Outcome):
     """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers."""
 
     ending: Ending
-    drift: DriftError | None  # if drifted
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
     needed: float  # seconds from the round before until the message was put, or the round found to be over
@@ -118,18 +117,15 @@ class OpenRound:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:
             result, ending = join_results(self._wiring, []), "covered"
-        drift = None
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
-            told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
-            remedy = "Call resync(), which takes the run's newest weights"
-            drift, ending = DriftError(number, [], told, remedy), "drifted"
+            ending = "drifted"
         if mine.worker in manifest.refused:
             run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
         overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
         waited = time.monotonic() - began - self.slept
         return FolderOutcome(
-            row, result, ending=ending, drift=drift, manifest=manifest, envelope=mine,
+            row, result, ending=ending, manifest=manifest, envelope=mine,
             needed=ready_at - self._attached.round_began,
             waited=waited, waited_for=() if 2 * self._longest > waited else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=known_at,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -228,6 +229,7 @@ class FolderRounds(Rounds):
             with uninterrupted():
                 self.take(newest)
                 self.replicator.follower.drop_steps()
+                self._place = entered
         self._place = entered
         if self.replicator.is_open:
             try:
@@ -276,7 +278,10 @@ class FolderRounds(Rounds):
         follower = self.replicator.follower
         try:
             with follower.moved_by_others():
-                self.take(self._newest_checkpoint(least=0))
+                newest = self._newest_checkpoint(least=0)
+                with uninterrupted():
+                    self.take(newest)
+                    self._place = Entered(run.record.identity)
                 self._follow_run(asks=False)
         finally:
             follower.drop_steps()
@@ -334,19 +339,22 @@ class FolderRounds(Rounds):
         # A message that is left out stays in the error, unless it was not finite, and never there.
         has_left = outcome.row is not None or not current.in_momentum
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            if outcome.drift is None and covering is None:
+            if covering is not None:
+                self.take(covering)
+                replicator.mark_applied()
+            elif outcome.ending == "drifted":  # the others have applied this worker's message, if it is listed
+                replicator.mark_applied()
+            else:
                 if current.stage == "left open":  # local steps since go on from where it moves the weights
                     replicator.follower.hold()
                 replicator.apply(messages)
-            else:  # of drifted weights, the others have applied this worker's message, if it is listed
-                if covering is not None:
-                    self.take(covering)
-                replicator.mark_applied()
             self.run.end_round(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
             self._is_behind = outcome.ending in ("left out", "covered")
-        if outcome.drift is not None:
-            raise outcome.drift
+        if outcome.ending == "drifted":
+            told = f"the weights of worker {self.run.worker} differ from those of {outcome.manifest.author}"
+            remedy = "Call resync(), which takes the run's newest weights"
+            raise DriftError(outcome.manifest.round, [], told, remedy)
 
     def _save_in_turn(self) -> None:
         """Writes a checkpoint after a round that has this worker's message, if it is its turn, or `_save_before_end`.
@@ -483,13 +491,22 @@ class FolderRounds(Rounds):
             raise MessageError("the manifest of round 0 is damaged: it follows another one") from error
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
-        # The manifest before is `before` in the store now; the run went on, if it did, from `after.before`.
+        # The manifest before is `before` in the store now; the run went on, if it did, from `chosen`.
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
-        if (after.before if after else before.digest) == mine_before:
+        chosen, least = after.before if after else before.digest, 0
+        if chosen == mine_before == before.digest:
             return  # the others, too, go on from what this worker has
-        # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
-        least = 0 if after is None or after.before == before.digest else number + 1
-        self.take(self._newest_checkpoint(least))
+        if after is not None and chosen != before.digest:  # which is gone: only who has applied it knows what follows
+            if chosen == mine_before:
+                with suppress(CoveredError):
+                    self.apply_manifest(after)
+                    return
+            least = number + 1
+        newest = self._newest_checkpoint(least)
+        with uninterrupted():
+            self.take(newest)
+            if isinstance(self._place, SavedWorker):  # whose message was dropped
+                self._place = Entered(run.record.identity, is_checked=False)
 
     # Checkpoints
 
@@ -504,15 +521,12 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`, or by `drop_steps`."""
-        run, place = self.run, self._place
+        run = self.run
         self.replicator.follower.hold()
         for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
             tensor.copy_(value)
         self.replicator.round_number.fill_(checkpoint.number)
         run.decided, run.stopping = checkpoint.before, run.stopping or checkpoint.has_stopped
-        # A state on a fork has dropped its message.
-        is_checked = place is None or (isinstance(place, Entered) and place.is_checked)
-        self._place = Entered(run.record.identity, is_checked)
 
     def lent_moments(self) -> Moments:
         if self.moments():
