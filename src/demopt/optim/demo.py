@@ -118,7 +118,7 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._forget_interrupted()
+        self._settle_interrupted()
         self.replicator.require_idle("step")
         self._is_in_round = True
         try:
@@ -213,7 +213,7 @@ class DeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
-        self._forget_interrupted()
+        self._settle_interrupted()
         self._follow_state()
         found = super().own_state_dict()
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
@@ -258,7 +258,7 @@ class DeMo(ReplicatedOptimizer):
         self.replicator.restore({parameter: saved.of_replicator for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        self._forget_interrupted()
+        self._settle_interrupted()
         return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

@@ -77,8 +77,8 @@ class LocalDeMo(ReplicatedOptimizer):
         ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
-    If a gradient is not finite, all ranks skip the round. The rank with that gradient drops its local steps since the
-    last round, and its inner optimizers restart with empty state.
+    If a gradient is not finite, all ranks skip the round; in a folder the others refuse that message alone. The rank
+    with that gradient drops its local steps since the last round, and its inner optimizers restart with empty state.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
@@ -205,10 +205,10 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def due(self) -> bool:
         """Whether the next thing to do is a round: after `sync_every` local steps, or where an error left one open."""
-        return self.local_steps >= self.sync_every or self._left_open
+        return self.local_steps >= self.sync_every or self._must_retry
 
     @property
-    def _left_open(self) -> bool:  # with delay, a round is open until the next one is due
+    def _must_retry(self) -> bool:  # what an error left open; with delay, a round is open until the next one is due
         return self.replicator.is_open and not self.replicator.options.background
 
     @unrecorded
@@ -415,12 +415,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        was_left_open, background = self._left_open, self.replicator.options.background
+        is_retry, background = self._must_retry, self.replicator.options.background
         was_over = self._rounds.is_over
         self._end_open_round()
-        if self._rounds.is_over and not was_over:  # the others add none after that round either
+        if self._rounds.is_over and not was_over:  # that was the run's last round, after which nobody adds one
             return
-        spent = self.replicator.stats if was_left_open else Stats()  # by earlier rounds of this step
+        spent = self.replicator.stats if is_retry else Stats()  # by earlier rounds of this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
@@ -533,7 +533,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        self._forget_interrupted()
+        self._settle_interrupted()
 
     def _after_error(self) -> None:
         self._rounds.after_error()
@@ -621,7 +621,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         self._rounds.leave_open()  # a signal's handler may save within a round
-        self._forget_interrupted()
+        self._settle_interrupted()
         folder = self._rounds.entry()
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:
@@ -653,7 +653,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
-        self._forget_interrupted()
+        self._settle_interrupted()
         names = ["defaults", "replicator", "_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 

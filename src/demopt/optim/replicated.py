@@ -87,14 +87,14 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
         return self.replicator.stats
 
-    def _forget_interrupted(self) -> None:
-        """Forgets a round that `step` has begun, and that a second interrupt at once kept it from forgetting."""
+    def _settle_interrupted(self) -> None:
+        """Does what `step` does after an error, if a second interrupt at once has kept it from that."""
         current = self.replicator.round
         if current is not None and not (current.by_user or self._is_in_round):
             self._after_error()
 
     def _after_error(self) -> None:
-        """Forgets the round that is there."""
+        """Forgets the round that is there; in a folder it is left open."""
         self.replicator.rollback()
 
     @unrecorded
