@@ -179,6 +179,23 @@ def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, t
     assert sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"]) == 20 * 2
 
 
+def test_worker_whose_round_in_flight_was_the_last_that_others_waited_for_adds_none(tmp_path, text, command):
+    propose = log.propose
+
+    def late(store, manifest):
+        if manifest.round == 2:
+            before = log.read_manifest(store, manifest.run, 1)
+            for number in (2, 3):
+                others = log.Manifest(manifest.run, number, "another", [], {}, {}, {}, log.digest_of(before))
+                before = propose(store, others)
+        return propose(store, manifest)
+
+    words = ("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
+    with patch.object(log, "propose", late):
+        command(*words, "--delay", 1)
+    assert json.loads(command("status", tmp_path / "run", "--json"))["round"] == 4
+
+
 HALVES = problems.saved({"drawn": 0, "optimizer": torch.full((100,), 0.5)})
 CHANGED = HALVES.replace(struct.pack("f", 0.5), struct.pack("f", 0.25), 1)
 OF_NOTHING = [problems.saved({"drawn": 0, "optimizer": each}) for each in ({}, {"state": {}, "param_groups": []})]

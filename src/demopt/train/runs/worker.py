@@ -279,7 +279,9 @@ class Worker(Training):
         if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
             self.optimizer.flush()
             self._hear(loss)
-            if self.run.stopping and self.number != self.config.steps:  # all end after that round
+            rounds, all_rounds = int(self.optimizer.replicator.round_number), self.run.rounds or math.inf
+            is_over = self.run.all_read or rounds >= all_rounds  # by others, while it was left out
+            if is_over or (self.run.stopping and self.number != self.config.steps):  # all end after that round
                 return self.optimizer.stats
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.speed, "before": self._sequences}
