@@ -148,6 +148,9 @@ def test_shared_shows_the_global_weights_and_takes_them_back():
         for duplicate in (copy.deepcopy, pickle.dumps):
             with pytest.raises(RuntimeError, match=r"copying or pickling came inside `with optimizer\.shared"):
                 duplicate(optimizer)
+    as_decorator = optimizer.shared()(lambda: problems.values(optimizer))
+    assert problems.same(as_decorator(), after)
+    assert problems.same(as_decorator(), after)
     assert problems.same(problems.values(optimizer), local)
     assert not problems.same(local, after)
 

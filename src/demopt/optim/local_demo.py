@@ -289,7 +289,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         if self._weights.untouched and not (self._rounds.in_step or self._rounds.has_joined):
             self.warn_once("shared", "shared() came before join(): these are this worker's own weights, not the run's")
-        return self.mistakes.unwatched(self._weights.shared())
+        return self.mistakes.unwatched(self._weights.shared)
 
     @unrecorded
     def fingerprint(self, state: bool = False) -> int:

@@ -7,7 +7,7 @@ parameters in its first step (`look_at_models`). `Mistakes` watches the script a
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -150,13 +150,13 @@ class Mistakes:
         self._watched.append((weakref.ref(model), model.register_forward_pre_hook(_LocalWeightsSeen(self))))
 
     @contextmanager
-    def unwatched(self, shared: AbstractContextManager[None]) -> Iterator[None]:
-        """The context `shared`, in which models have no hook: torch.jit.script compiles none, and copies keep it."""
+    def unwatched(self, shared: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The context of `shared`, in which models have no hook: torch.jit.script compiles none, and copies keep it."""
         watched, self._watched = self._watched, []
         for _, hook in watched:
             hook.remove()
         try:
-            with shared:
+            with shared():
                 yield
         finally:
             for model in (found() for found, _ in watched):
