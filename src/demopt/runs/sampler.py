@@ -18,7 +18,7 @@ class RunSampler:
     Args:
         optimizer: a LocalDeMo over a FolderExchange. Its `samples` follow the batches, if `top_k` is None.
         sequences: number of items in the data set, the same on all workers, like `epochs` and `seed`.
-        batch: indices in a batch; the last ones of the run have fewer. Workers may differ.
+        batch: indices per optimizer step, fewer in the run's last ones; workers may differ. Split it to accumulate.
         epochs: how often everything is read, each time in another order.
         seed: of the orders.
 
