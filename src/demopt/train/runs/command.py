@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demopt.runs.stop import put_stop
 from demopt.train.config import InputError
 
 if TYPE_CHECKING:
@@ -79,6 +78,7 @@ def status(
 
 def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
+    from demopt.runs.stop import put_stop
     from demopt.train.runs.status import progress, status_of
 
     run = open_run(address, key_of(key_file))
