@@ -84,7 +84,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""
         name, holder = read_item.dest_index.fqn, self.state_dict
         try:
-            with torch.serialization.safe_globals([_Entry]):
+            with torch.serialization.safe_globals([_Entry]):  # which files of early 0.3.0 have
                 found = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))

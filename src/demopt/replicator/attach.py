@@ -23,7 +23,7 @@ class SavedBy(NamedTuple):
     world_size: int
     shard: int  # of a parameter that is sharded inside a node
     shards: int
-    entries: int  # of the parameter's state, this one included
+    entries: int  # of the parameter's state, this one included: a state that has lost some on its way is noticed
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":

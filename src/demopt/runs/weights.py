@@ -166,7 +166,7 @@ class FolderRounds(Rounds):
         ]
         facts = wiring.facts(), replicator.options.config_facts(), groups
         # Of a worker with a state this also sets `run.decided`, to the manifest before its round.
-        started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, "", ""))
+        started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, run="", before=""))
         if started:
             self._place = Entered(run.record.identity)
             run.numbers_read.clear()  # of a state of another run
