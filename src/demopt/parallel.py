@@ -12,7 +12,7 @@ from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.mistakes import check_model, remember
 from demopt.replicator.session import check_alike
 from demopt.validation import check_rank
-from demopt.wire.checksum import bytes_of
+from demopt.wire.checksum import byte_view
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
@@ -90,7 +90,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
         if buffer.numel():
             by_device.setdefault(buffer.device, []).append(buffer)
     for buffers in by_device.values():
-        parts = [bytes_of(buffer) for buffer in buffers]
+        parts = [byte_view(buffer) for buffer in buffers]
         everything = torch.cat(parts)
         exchange.broadcast(everything, src)
         for buffer, part in zip(buffers, everything.split([len(part) for part in parts]), strict=True):

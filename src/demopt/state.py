@@ -302,7 +302,7 @@ def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
     return {**mine, "state": shared, RANKS: states}
 
 
-def marks_of(state: StateDict) -> dict[Any, SavedBy | None]:
+def savers_of(state: StateDict) -> dict[Any, SavedBy | None]:
     """Returns whose each parameter's state is, and of how many entries."""
     return {number: SavedBy.of(entry) for number, entry in state["state"].items()}
 

@@ -178,8 +178,12 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store, is_interrupt
     again.optimizer.replicator.parameters[0].data.add_(1.0)  # as on the other branch
     if is_interrupted:  # as soon as it has those of the first checkpoint
         rounds = again.optimizer._rounds
-        ctrl_c = lambda checkpoint, take=rounds.take: (take(checkpoint), signal.raise_signal(signal.SIGINT))  # noqa: E731
-        rounds.take = at_first(ctrl_c, rounds.take)
+
+        def interrupted(checkpoint, take=rounds.take):
+            take(checkpoint)
+            signal.raise_signal(signal.SIGINT)
+
+        rounds.take = at_first(interrupted, rounds.take)
         with pytest.raises(KeyboardInterrupt):
             again.join()
     again.join()

@@ -27,7 +27,7 @@ from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator.route import Route
 from demopt.replicator.wiring import Wiring
 from demopt.validation import first_difference, warn
-from demopt.wire.checksum import bytes_of, fingerprint
+from demopt.wire.checksum import byte_view, fingerprint
 from demopt.wire.layout import digest
 from demopt.wire.message import NEW_LAYOUT, NONFINITE, OPTIMIZER, Header
 
@@ -242,7 +242,7 @@ def varies(tensor: Tensor) -> bool:
     """Whether not all elements of a tensor are equal."""
     if tensor.numel() < 2:
         return False
-    rows = bytes_of(to_local(tensor.detach())).view(-1, tensor.itemsize)  # of any dtype
+    rows = byte_view(to_local(tensor.detach())).view(-1, tensor.itemsize)  # of any dtype
     return bool((rows != rows[:1]).any())
 
 
@@ -277,7 +277,7 @@ def copy_tensors(exchange: Exchange, tensors: list[Tensor], src: int) -> None:
     """Overwrites the tensors of all ranks with those of rank `src`."""
     for tensor in tensors:
         if tensor.numel():
-            data = bytes_of(tensor).clone()
+            data = byte_view(tensor).clone()
             exchange.broadcast(data, src)
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -343,8 +343,9 @@ def reached(store: Store, manifest: Callable[[int], Manifest | None]) -> list[in
 
 def newest(store: Store, run: str) -> tuple[int, Manifest | None]:
     """Returns the newest checkpoint's round and the manifest before it, without which a checkpoint is a stranger's."""
-    for number in filter(None, reversed(reached(store, partial(read_manifest, store, run)))):
-        if (before := read_manifest(store, run, number - 1)) is not None:
+    read = cache(partial(read_manifest, store, run))
+    for number in filter(None, reversed(reached(store, read))):
+        if (before := read(number - 1)) is not None:
             return number, before
     return 0, None
 

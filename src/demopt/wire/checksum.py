@@ -48,7 +48,7 @@ def fingerprint(tensors: list[Tensor]) -> int:
     """Returns a number in [0, 2**64) that depends on every bit of the tensors and on their order."""
     sums = []
     for tensor in tensors:
-        for part in bytes_of(tensor).split(64 * BLOCK):
+        for part in byte_view(tensor).split(64 * BLOCK):
             sums.append(checksum(torch.nn.functional.pad(part, (0, -part.numel() % 8))).reshape(1))
     if not sums:
         return 0
@@ -59,7 +59,7 @@ def fingerprint(tensors: list[Tensor]) -> int:
     return int(checksum(splitmix64(on_host))) % 2**64
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def byte_view(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor's elements in their order, uint8 [n], which may be its memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)  # views have other bytes in memory
     # the stride of a single element, or of none, may be anything
