@@ -86,8 +86,7 @@ def _muon_momentum() -> tuple[Entry, ...]:
     """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps.
 
     "b": AdamW's beta2, .95 where it is not named. "e": the error's decay, 1 where it is not. "k": coefficients of a
-    chunk of 4,096, in place of all. "dense": float32 means in place of messages, and whose gradients are averaged at
-    every step besides.
+    chunk of 4,096, in place of all.
     """
     momenta, sparse = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "error_decay": 0.5}
     local = (
@@ -99,10 +98,6 @@ def _muon_momentum() -> tuple[Entry, ...]:
             _local(f"h{every} e{b}", every=every, **{**DEFAULT, "error_decay": b})
             for every in (5, 30)
             for b in (0.5, 0.8)
-        ),
-        *(
-            Entry(f"dense h5, {part} averaged", "local steps", {"every": 5, "averaged": part, **SLOW}, LOCAL_RATE)
-            for part in ("none", "others", "matrices")
         ),
         _local("h5 default, two-way", route="owner", **DEFAULT),
         _local("h5 0.9 b0.99 two-way", route="owner", **SLOW),

@@ -1,6 +1,6 @@
-"""Machines on one computer: network namespaces on a bridge, with limited, late and broken links.
+"""Machines on one computer: network namespaces on a bridge, with limited and late links.
 
-Takes Linux, root, and the commands ip, tc, bridge, unshare; latency takes a C compiler.
+Takes Linux, root, and the commands ip, tc, unshare; latency takes a C compiler.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ NETWORK = "10.77.0."
 # Linux's default, and one that starts as slowly and may always be chosen. With bbr, which a computer may have, TCP does
 # not start slowly after a pause.
 CONGESTION = ("cubic", "reno")
-COMMANDS = ("ip", "tc", "bridge", "unshare", "hostname")
+COMMANDS = ("ip", "tc", "unshare", "hostname")
 # The bytes that a link passes at once after a pause. A message must not hide in it: 128 kB would be .1 s at
 # 10 Mbit/s. It is .6 ms of the link, and at least two frames; at 1 Gbit/s that just holds one of TCP's 64 kB segments,
 # and with less tbf cuts each into frames and does not reach its rate.
@@ -75,8 +75,7 @@ class Machine:
 class Network:
     """Machines that are up; use `bring_up`, which takes them down again."""
 
-    def __init__(self, count: int, root: Path, hub: bool = False) -> None:
-        self._hub = hub
+    def __init__(self, count: int, root: Path) -> None:
         self._stem = f"{PREFIX}{os.getpid()}"
         self._switch = f"{self._stem}sw"
         self._root, self._boxes = root, dict[int, "subprocess.Popen[str]"]()
@@ -101,7 +100,7 @@ class Network:
             _call("ip", "-n", space, "address", "add", f"{machine.address}/24", "dev", "eth0")
             for where, device in ((space, "lo"), (space, "eth0"), (switch, port)):
                 _call("ip", "-n", where, "link", "set", device, "up")
-            self._plug(port, machine.number)
+            self._plug(port)
             # A new connection must not inherit TCP's knowledge of a link that has changed since.
             _call("ip", "netns", "exec", space, "sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1")
             for name in reversed(CONGESTION):
@@ -126,19 +125,8 @@ class Network:
                     self._plug_box(machine.number, link.rtt_ms / 4)  # a round trip passes four of them
         self.link = link
         for machine in self.machines:
-            self.mend(machine.number)
-
-    def cut(self, number: int) -> None:
-        """Drops all that a machine sends and receives. Its interface stays up."""
-        for space, device in ((self._switch, f"p{number}"), (self.machines[number].namespace, "eth0")):
-            _call("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root", check=False)
-            _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
-
-    def mend(self, number: int) -> None:
-        """Gives a machine the link's rate; undoes a cut. A hub has a server's: no limit."""
-        rate = self.link.bits_per_second if number or not self._hub else None
-        self._limit(self.machines[number].namespace, "eth0", rate)
-        self._limit(self._switch, f"p{number}", rate)
+            self._limit(machine.namespace, "eth0", link.bits_per_second)
+            self._limit(self._switch, f"p{machine.number}", link.bits_per_second)
 
     def kill(self, number: int) -> None:
         """Kills all processes of a machine."""
@@ -148,7 +136,7 @@ class Network:
         """Returns the bytes that each machine has sent and received on its interface."""
         return [(self._counter(machine, "tx"), self._counter(machine, "rx")) for machine in self.machines]
 
-    def command(self, machine: Machine, words: list[str]) -> list[str]:
+    def command(self, machine: Machine, words: Sequence[str]) -> list[str]:
         """Returns the command that runs `words` on a machine, under its host name."""
         inside = ["ip", "netns", "exec", machine.namespace, "unshare", "--mount", "--uts", "sh", "-e", "-c"]
         return [*inside, _ON_MACHINE, "sh", machine.name, str(self._names), *words]
@@ -181,7 +169,7 @@ class Network:
         assert box.stdout is not None
         if box.stdout.readline() != "ready\n":
             raise MissingError("the delay box did not start")
-        self._plug(far, number)
+        self._plug(far)
 
     def _unplug_box(self, number: int) -> None:
         box = self._boxes.pop(number, None)
@@ -190,13 +178,11 @@ class Network:
         box.kill()
         box.communicate()
         _call("ip", "-n", self._switch, "link", "del", f"d{number}")
-        self._plug(f"p{number}", number)
+        self._plug(f"p{number}")
 
-    def _plug(self, device: str, number: int) -> None:
-        """Connects a cable with the bridge; with a hub, machines but the first reach the first alone."""
+    def _plug(self, device: str) -> None:
+        """Connects a cable with the bridge."""
         _call("ip", "-n", self._switch, "link", "set", device, "master", "br0")
-        if self._hub and number:
-            _call("bridge", "-n", self._switch, "link", "set", "dev", device, "isolated", "on")
 
     def _box(self) -> Path:
         program = self._root / "delay_box"
@@ -209,15 +195,15 @@ class Network:
 
 
 @contextlib.contextmanager
-def bring_up(count: int, hub: bool = False) -> Iterator[Network]:
+def bring_up(count: int) -> Iterator[Network]:
     """The context in which machines are up; MissingError where the system does not allow them.
 
-    `hub`: machines reach the first one, and no other. Machines of a process that was killed are removed first.
+    Machines of a process that was killed are removed first.
     """
     check()
     sweep()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as root:
-        network = Network(count, Path(root), hub)
+        network = Network(count, Path(root))
         try:
             try:
                 network.up()

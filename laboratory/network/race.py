@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -84,9 +85,9 @@ def timed(scale: Scale, workers: int, methods: Sequence[str], links: Sequence[Li
     """Returns the seconds of steps on each link, measured now or before."""
     file = out / f"steps-cores-{workers}.json"
     if not file.exists():
-        command = ("{python}", "-m", "laboratory.network.steps", json.dumps(asdict(scale)))
+        command = (sys.executable, "-m", "laboratory.network.steps", json.dumps(asdict(scale)))
         settings = {"turns": 2, "rounds": 2, "methods": list(methods)}
-        scenario = Scenario(workers, command, tuple(links), True, 590.0, settings, ENVIRONMENT)
+        scenario = Scenario(workers, command, tuple(links), 590.0, settings, ENVIRONMENT)
         file.write_text(json.dumps(run(scenario)) + "\n", encoding="utf-8")
     found: list[Row] = json.loads(file.read_text(encoding="utf-8"))
     return found

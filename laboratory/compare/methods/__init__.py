@@ -8,7 +8,6 @@ from laboratory.simulation.workers import Method
 
 METHODS: dict[str, Callable[..., Method]] = {
     **{name: averaged.averaged(name) for name in averaged.MAKERS},
-    "local steps": averaged.LocalSteps,
     "demo": DeMoWorkers,
     "local": demo.local,
     "sparseloco": demo.sparseloco,
