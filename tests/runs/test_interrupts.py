@@ -126,7 +126,7 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
     def interrupted_twice(store, worker):
         optimizer, interrupted = worker.optimizer, Mock(side_effect=KeyboardInterrupt)
         round_call = (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply")
-        for holder, name in ((optimizer.replicator, "enter_stage"), round_call):
+        for holder, name in ((optimizer._rounds, "after_error"), round_call):
             setattr(holder, name, at_first(interrupted, getattr(holder, name)))
         worker.parameter.data[-1] = 0.0 if finite else math.inf
         with pytest.raises(KeyboardInterrupt):

@@ -75,7 +75,7 @@ class DeMoCallback(TrainerCallback):
             self._shared.close()
             optimizer.flush()
             weights.take(best)
-            weights.drop_steps()
+            weights.adopt()
             return
         self._shared.close()
         if optimizer.local_steps or optimizer.replicator.in_flight:

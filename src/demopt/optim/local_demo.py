@@ -263,7 +263,7 @@ class LocalDeMo(ReplicatedOptimizer):
             alone = self.replicator.round is None  # as in a replay
             self.replicator.apply(messages)
             if alone:
-                self._weights.drop_steps()
+                self._weights.adopt()
 
     @unrecorded
     def rollback(self) -> None:
@@ -280,7 +280,8 @@ class LocalDeMo(ReplicatedOptimizer):
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
         self._end_open_round()
-        self._weights.land()
+        if self._weights.start_of:
+            self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
         """The context in which the model has the global weights, the same on all ranks, to evaluate and save them.

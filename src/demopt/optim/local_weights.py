@@ -48,11 +48,11 @@ class LocalWeights(Follower):
         self.parameters = list(parameters)
         self._state_device = state_device  # of global weights and starts; None: that of each parameter
         self._staging = Staging()
-        self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of the round that is extracted
+        self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, whose D a message has, until it is sent
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
-        self._others_move = False  # others' rounds move the global weights, and local ones have not followed yet
-        self.steps = 0  # local ones since the last round
+        self.steps = 0  # local ones that no message has
+        self._steps_of_message = 0  # until it is sent
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -91,6 +91,9 @@ class LocalWeights(Follower):
     def fingerprint(self) -> int:
         return fingerprint(self.here([to_local(each.detach()) for each in self.parameters]))
 
+    def _hash_of_global(self) -> int:
+        return fingerprint([to_local(each.detach()) for each in self.global_of.values()])
+
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors where the state is: themselves, or copies, so that their device need not compute."""
         device = self._state_device or torch.device("cpu")
@@ -114,8 +117,8 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def adopt(self) -> None:
-        """local <- global, after a round, or when the weights of a peer came."""
-        self.start_of, self._extracted_from, self._others_move = {}, {}, False
+        """local <- global, after a round, or when the weights of a peer came; drops local steps since."""
+        self.start_of, self._extracted_from, self.steps = {}, {}, 0
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
         self._adopted = self._versions
 
@@ -162,30 +165,25 @@ class LocalWeights(Follower):
         return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
 
     @uninterrupted()
-    def follow(self, before: Stage, stage: Stage, finite: bool) -> None:
-        """A round has gone from one stage to another: the first after "extracted" moves local weights, by the table.
+    def follow(self, stage: Stage, finite: bool) -> None:
+        """A round with this rank's message has entered a stage: local weights move by the table. `finite`: D was.
 
-        So does that after "left open", if no step came since. `finite`: D was.
-        Of a failed round nobody knows, so the next step has a round again. One that is left open has the local steps.
+        If local steps came since it was extracted, they wait for the next one.
         """
-        if before not in ("extracted", "left open") or (before == "left open" and self.steps):
-            return
-        if stage == "applied":
-            self.adopt()
-        elif stage == "sent" and before == "extracted":
-            self.depart(finite)
-        elif stage != "sent":  # left open by a handler that saves, a round that is sent was kept then
-            self.keep(finite)
-        if stage == "left open" and not finite:  # it may move the global weights later: D, which is 0, is from here
-            self._start_from_global()
-        if stage != "failed":
-            self.steps = 0
-
-    @uninterrupted()
-    def drop_steps(self) -> None:
-        """local <- global: no round will have the local steps since the last one."""
-        self.adopt()
-        self.steps = 0
+        if stage == "extracted":
+            self._steps_of_message, self.steps = self.steps, 0
+        elif not self.steps:
+            if stage == "applied":
+                self.land() if self.start_of and not self._extracted_from else self.adopt()
+            elif stage == "sent":
+                self.depart(finite)
+            else:
+                self.keep(finite)
+            if stage == "left open" and not finite:  # it may move the global weights later: D, which is 0, is from here
+                self._start_from_global()
+            if stage == "failed":  # nobody else knows of it, so the next step has a round again
+                self.steps = self._steps_of_message
+            self._steps_of_message = 0
 
     @uninterrupted()
     def keep(self, finite: bool = True) -> None:
@@ -201,11 +199,6 @@ class LocalWeights(Follower):
         self.start_of, self._extracted_from = starts, {}
 
     @uninterrupted()
-    def hold(self) -> None:
-        """Before others' rounds move the global weights: D counts from those of now until local ones have followed."""
-        self._others_move = True
-        self._start_from_global()
-
     def _start_from_global(self) -> None:
         if not self.start_of:
             starts = self._beside()
@@ -214,26 +207,41 @@ class LocalWeights(Follower):
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:
-        differed = self.differ
+        """The context in which others' rounds, or a checkpoint, move the global weights; local ones follow at the end.
+
+        D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
+        """
+        before, held = self._hash_of_global(), self.start_of
         try:
+            self._start_from_global()
+            start = self.start_of
             yield
         finally:  # some may have come before an error
-            if not differed:
-                self.adopt()
-            elif self._others_move:
-                self.land()
+            with uninterrupted():
+                if self.start_of is start and self._hash_of_global() == before:
+                    self.start_of = held
+                elif self.steps:
+                    self.land()
+                else:
+                    self.adopt()
+
+    @uninterrupted()
+    def drop_steps(self) -> None:
+        """Inside `moved_by_others`: D <- 0, because no round will have the local steps since the last one."""
+        self.keep()
+        self.steps = 0
 
     @uninterrupted()
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        self._go_by_own_steps(self._extracted_from, finite)
-        self.keep()
+        if self._extracted_from:  # otherwise a handler that saves has left the round open before
+            self._go_by_own_steps(self._extracted_from, finite)
+            self.keep()
 
     @uninterrupted()
     def land(self) -> None:
-        """local <- global - D, which was not sent: after `hold`, and with delay after the last round in flight."""
-        if self.start_of:
-            self._go_by_own_steps(self._local_ones(), True)
+        """local <- global - D, which no message has: after others' moves, or with delay the last round in flight."""
+        self._go_by_own_steps(self._local_ones(), True)
         self.start_of = {}
 
     def _go_by_own_steps(self, locals_of: Mapping[Tensor, Tensor], finite: bool) -> None:
@@ -249,7 +257,6 @@ class LocalWeights(Follower):
             else:
                 moved.append((target, source.to(target.dtype)))
         self._staging.copy((source, target) for target, source in moved)
-        self._others_move = False
 
     # Evaluating and saving
 
@@ -281,8 +288,7 @@ class LocalWeights(Follower):
 
     def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
-        self.start_of, self._extracted_from, self._others_move = {}, {}, False
-        self._adopted, self.untouched = [], False
+        self.start_of, self._adopted, self.untouched = {}, [], False
         self.steps = max((int(each.shared["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             if local not in saved:

@@ -227,7 +227,8 @@ class Replicator:
         current, factor = self._prepared(gradients, unscale, minus)
         with uninterrupted():  # what has entered the momentum is in a round
             self._compress(current, gradients, factor, minus)
-            self.round, current.stage, current.by_user = current, "extracted", by_user
+            self.round, current.by_user = current, by_user
+            self.enter_stage(current, "extracted")
             if not self.options.background:
                 self.stats = current.stats  # of this round: not `skipped` yet
         assert current.message is not None
@@ -403,7 +404,8 @@ class Replicator:
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
-        self.enter_stage(current, "skipped" if result.skipped else "applied")
+        if current.stage != "begun":  # with a message of this rank
+            self.enter_stage(current, "skipped" if result.skipped else "applied")
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
         self._count_skips(result)
 
@@ -442,8 +444,8 @@ class Replicator:
     def enter_stage(self, current: Round | None, stage: Stage) -> None:
         """Moves a round on, and tells the follower. Call it with `uninterrupted`."""
         if current is not None:
-            before, current.stage = current.stage, stage
-            self.follower.follow(before, stage, current.finite)
+            current.stage = stage
+            self.follower.follow(stage, current.finite)
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -481,7 +483,8 @@ class Replicator:
 
         current.extracted = extracted
         with uninterrupted():
-            self.round, current.stage = current, "extracted"
+            self.round = current
+            self.enter_stage(current, "extracted")
             current.work = self.session.submit(work, None)
             self.enter_stage(current, "sent")
 

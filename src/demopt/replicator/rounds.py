@@ -32,21 +32,15 @@ Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped",
 class Follower:
     """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
 
-    def follow(self, before: Stage, stage: Stage, finite: bool) -> None:
-        """A round has gone from one stage to another; `finite`: its gradients were."""
-
-    def hold(self) -> None:
-        """Before others' rounds move the replicator's weights, in `moved_by_others`."""
+    def follow(self, stage: Stage, finite: bool) -> None:
+        """A round with this rank's message has entered a stage; `finite`: its gradients were."""
 
     def moved_by_others(self) -> AbstractContextManager[None]:
-        """The context in which others' rounds may; local steps since the last round then go on from there."""
+        """The context in which all else moves the replicator's weights; local steps since go on from there."""
         return nullcontext()
 
-    def adopt(self) -> None:
-        """Takes the replicator's weights."""
-
     def drop_steps(self) -> None:
-        """The same, because no round will have the local steps since the last one."""
+        """Inside it: no round will have the local steps since the last one."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +126,9 @@ class Rounds:
 
         Then `lent_moments` are for its inner optimizer.
         """
-        replicator, before = self.replicator, self.replicator.fingerprint()
-        try:
+        replicator = self.replicator
+        with replicator.follower.moved_by_others():
             replicator.session.agree(replicator.wiring(), replicator.header)
-        finally:
-            if replicator.fingerprint() != before:  # some may have come before an error
-                replicator.follower.adopt()
         return False
 
     def lent_moments(self) -> Moments:

@@ -275,16 +275,13 @@ class FolderRounds(Rounds):
         if self.has_joined or has_state:
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
-        follower = self.replicator.follower
-        try:
-            with follower.moved_by_others():
-                newest = self._newest_checkpoint(least=0)
-                with uninterrupted():
-                    self.take(newest)
-                    self._place = Entered(run.record.identity)
-                self._follow_run(asks=False)
-        finally:
-            follower.drop_steps()
+        with self.replicator.follower.moved_by_others():
+            newest = self._newest_checkpoint(least=0)
+            with uninterrupted():
+                self.take(newest)
+                self.replicator.follower.drop_steps()
+                self._place = Entered(run.record.identity)
+            self._follow_run(asks=False)
         return self._number
 
     def resync(self, src: int) -> None:
@@ -293,7 +290,8 @@ class FolderRounds(Rounds):
         if not self.has_joined:
             self.join()
         self._is_behind = True  # also after an error, which may leave the weights of an older round
-        self.take(self._newest_checkpoint(least=0))
+        with self.replicator.follower.moved_by_others():
+            self.take(self._newest_checkpoint(least=0))
         self._catch_up()
 
     # A round
@@ -345,8 +343,6 @@ class FolderRounds(Rounds):
             elif outcome.ending == "drifted":  # the others have applied this worker's message, if it is listed
                 replicator.mark_applied()
             else:
-                if current.stage == "left open":  # local steps since go on from where it moves the weights
-                    replicator.follower.hold()
                 replicator.apply(messages)
             self.run.end_round(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
@@ -461,8 +457,6 @@ class FolderRounds(Rounds):
         received = self.run.received_bytes
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
-            if not result.skipped:
-                self.replicator.follower.hold()
             self.replicator.apply_missed(result, self.run.received_bytes - received)
             self.run.follow(manifest)
 
@@ -520,9 +514,8 @@ class FolderRounds(Rounds):
     @uninterrupted()
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
-        """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`, or by `drop_steps`."""
+        """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`."""
         run = self.run
-        self.replicator.follower.hold()
         for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
             tensor.copy_(value)
         self.replicator.round_number.fill_(checkpoint.number)
