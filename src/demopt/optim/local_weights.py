@@ -48,7 +48,9 @@ class LocalWeights(Follower):
         self.parameters = list(parameters)
         self._state_device = state_device  # of global weights and starts; None: that of each parameter
         self._staging = Staging()
-        self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, whose D a message has, until it is sent
+        self._extracted_from: dict[
+            Tensor, Tensor
+        ] = {}  # local weights, `here`, whose D a message has, until it is sent
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self.steps = 0  # local ones that no message has

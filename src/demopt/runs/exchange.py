@@ -424,7 +424,7 @@ class FolderExchange(VaryingExchange):
         self.left_out = self.left_out + 1 if was_late else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
-        if outcome.ending in ("listed", "left out"):  # otherwise a checkpoint gives it
+        if outcome.ending == "applied":  # otherwise a checkpoint gives it
             self.decided = manifest
         self.round_began = outcome.known_at
         self._obey(manifest)

@@ -32,10 +32,10 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
-# A round's ending, for a worker that has sent a message:
-# "listed" or "left out" by the manifest; "covered": its messages are gone, and a checkpoint has it; "drifted": the
-# weights that this worker had before it are not the run's
-Ending = Literal["listed", "left out", "covered", "drifted"]
+# The weights after a round for which a worker has sent a message; whether that is in it is the outcome's row.
+# "applied": by its messages; "covered": those are gone, and a checkpoint has it; "drifted": those that this worker had
+# before it are not the run's
+Ending = Literal["applied", "covered", "drifted"]
 
 
 class CoveredError(DemoptError):
@@ -112,7 +112,7 @@ class OpenRound:
         mine, row = self.mine, row_of(self.mine, manifest)
         if row is not None:  # an earlier attempt may have put it under its second name
             mine = replace(mine, worker=manifest.senders[row].worker)
-        ending: Ending = "left out" if row is None else "listed"
+        ending: Ending = "applied"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:

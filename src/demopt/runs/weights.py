@@ -87,14 +87,6 @@ class SavedWorker:
         return {**vars(self), "message": message}
 
 
-@dataclass(frozen=True)
-class Entered:
-    """A worker whose weights are those of a run: it has joined, or an error has ended its `join`, or it observes."""
-
-    run: str
-    is_checked: bool = True  # not after a loaded state, until it has joined: it may have sent more since
-
-
 class FolderRounds(Rounds):
     """A worker of a run: its rounds move the replicator's parameters, which are the global weights.
 
@@ -125,8 +117,9 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        # None: the weights are this worker's own. A loaded state stays until the round of its message is open again.
-        self._place: SavedWorker | Entered | None = None
+        self._weights_of = ""  # the identity of the run whose weights these are; none: they are this worker's own
+        self._loaded: SavedWorker | None = None  # a state, until the round of its message is open again
+        self._may_have_sent = False  # more than a loaded state knows, until it has joined
         self._sent_from = 0  # the first round that may have a later message of this worker than it knows
 
     @property
@@ -168,18 +161,18 @@ class FolderRounds(Rounds):
         # Of a worker with a state this also sets `run.decided`, to the manifest before its round.
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, run="", before=""))
         if started:
-            self._place = Entered(run.record.identity)
             run.numbers_read.clear()  # of a state of another run
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
-                entered = self._enter()
+                self._enter()
                 self._follow_run()
-                if not entered.is_checked:
+                if self._may_have_sent:
                     self._drop_if_sent_since(self._sent_from)
             run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
             self._is_behind = False
-        self._place, self._sent_from = Entered(run.record.identity), max(self._sent_from, self._number)
+        self._weights_of, self._loaded, self._may_have_sent = run.record.identity, None, False
+        self._sent_from = max(self._sent_from, self._number)
         if not run.stopping:
             run.hello(self._number)
         run.joined = True
@@ -204,40 +197,40 @@ class FolderRounds(Rounds):
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order(f"{self.run.worker} has", there, theirs, mine)
 
-    def _enter(self) -> Entered:
+    def _enter(self) -> None:
         """Takes the run's weights, or goes on from a state: ends the round of the message that this has."""
-        run, place, identity = self.run, self._place, self.run.record.identity
-        if isinstance(place, SavedWorker):
-            if place.run != identity:
+        run, loaded = self.run, self._loaded
+        if loaded is not None:
+            if loaded.run != run.record.identity:
                 raise SettingsError(f"the state is of another run than {run.store.address} holds")
-            run.worker = place.worker
-            if place.before != log.digest_of(run.decided):
+            run.worker = loaded.worker
+            if loaded.before != log.digest_of(run.decided):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
-                self._leave_fork(ForkedError(other), place.before)
-            elif place.message is not None:
-                self.replicator.round = self._round_of(place.message, place.in_message)
-            entered = Entered(identity, is_checked=False)
-        elif place is not None and place.run == identity:
-            entered = place
-        elif self._number > 0:
-            raise SettingsError(
-                f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
-                "join with a new optimizer, or one that has loaded its state of this run"
-            )
-        else:
-            newest, entered = self._newest_checkpoint(least=0), Entered(identity)
-            with uninterrupted():
-                self.take(newest)
-                self.replicator.follower.drop_steps()
-                self._place = entered
-        self._place = entered
+                self._leave_fork(ForkedError(other), loaded.before)
+            elif loaded.message is not None:
+                self.replicator.round = self._round_of(loaded.message, loaded.in_message)
+            self._loaded = None
+        elif self._weights_of != run.record.identity:
+            if self._number > 0:
+                raise SettingsError(
+                    f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
+                    "join with a new optimizer, or one that has loaded its state of this run"
+                )
+            self._take_first()
         if self.replicator.is_open:
             try:
                 self._exchange_and_apply()
             except DriftError as error:  # of the state's weights, from an earlier life
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self.take(self._newest_checkpoint(least=0))
-        return entered
+
+    def _take_first(self) -> None:
+        """Takes the run's newest weights for those of this worker."""
+        newest = self._newest_checkpoint(least=0)
+        with uninterrupted():
+            self.take(newest)
+            self.replicator.follower.drop_steps()
+            self._weights_of = self.run.record.identity
 
     def _round_of(self, message: log.Envelope, sequences: int) -> Round:
         """Returns the round of a message that was made before a restart."""
@@ -271,16 +264,11 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        has_state = isinstance(self._place, SavedWorker) or (self._place is not None and not self._place.is_checked)
-        if self.has_joined or has_state:
+        if self.has_joined or self._may_have_sent:
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         with self.replicator.follower.moved_by_others():
-            newest = self._newest_checkpoint(least=0)
-            with uninterrupted():
-                self.take(newest)
-                self.replicator.follower.drop_steps()
-                self._place = Entered(run.record.identity)
+            self._take_first()
             self._follow_run(asks=False)
         return self._number
 
@@ -339,14 +327,13 @@ class FolderRounds(Rounds):
         with uninterrupted():  # so that `decided` is the manifest of the weights
             if covering is not None:
                 self.take(covering)
-                replicator.mark_applied()
-            elif outcome.ending == "drifted":  # the others have applied this worker's message, if it is listed
-                replicator.mark_applied()
-            else:
+            if outcome.ending == "applied":
                 replicator.apply(messages)
+            else:  # weights from elsewhere have this worker's message, if it is listed
+                replicator.mark_applied()
             self.run.end_round(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
-            self._is_behind = outcome.ending in ("left out", "covered")
+            self._is_behind = outcome.ending != "drifted" and (outcome.row is None or covering is not None)
         if outcome.ending == "drifted":
             told = f"the weights of worker {self.run.worker} differ from those of {outcome.manifest.author}"
             remedy = "Call resync(), which takes the run's newest weights"
@@ -499,8 +486,7 @@ class FolderRounds(Rounds):
         newest = self._newest_checkpoint(least)
         with uninterrupted():
             self.take(newest)
-            if isinstance(self._place, SavedWorker):  # whose message was dropped
-                self._place = Entered(run.record.identity, is_checked=False)
+            self._loaded = None  # its message was dropped
 
     # Checkpoints
 
@@ -529,11 +515,11 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        run, place = self.run, self._place
-        if place is None:
+        run = self.run
+        if not self._weights_of:
             return {}
-        if isinstance(place, SavedWorker):  # this worker has not joined yet
-            return replace(place, unsent=run.unsent).entry()  # local steps may have come since
+        if self._loaded is not None:
+            return replace(self._loaded, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
@@ -542,10 +528,10 @@ class FolderRounds(Rounds):
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
         sent_from = self._sent_from if current is None else current.header.round_number + 1
-        if place.is_checked:  # it has followed the rounds before
+        if not self._may_have_sent:  # it has followed the rounds before
             sent_from = max(sent_from, self._number)
         numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
-        return SavedWorker(place.run, run.worker, before, message, *numbers).entry()
+        return SavedWorker(self._weights_of, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -555,7 +541,7 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        run, self._place = self.run, saved
-        run.joined = self._is_behind = False
+        run, self._loaded, self._weights_of = self.run, saved, saved.run if saved else ""
+        self._may_have_sent, run.joined, self._is_behind = saved is not None, False, False
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
         self._sent_from = saved.sent_from if saved else 0
