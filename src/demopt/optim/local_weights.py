@@ -13,6 +13,7 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | the same, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
 | in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: a later round has it |
+| of others, with local steps in between | moved | global - D | as before | not sent yet |
 
 "So is start": the next pseudo-gradient counts from the local weights of that moment, otherwise from the global ones.
 
@@ -214,9 +215,9 @@ class LocalWeights(Follower):
         D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
         """
         before, held = self._hash_of_global(), self.start_of
+        self._start_from_global()
+        start = self.start_of
         try:
-            self._start_from_global()
-            start = self.start_of
             yield
         finally:  # some may have come before an error
             with uninterrupted():
