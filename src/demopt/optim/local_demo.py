@@ -417,9 +417,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         is_retry, background = self._must_retry, self.replicator.options.background
-        was_over = self._rounds.is_over
-        self._end_open_round()
-        if self._rounds.is_over and not was_over:  # that was the run's last round, after which nobody adds one
+        if not self._end_open_round():
             return
         spent = self.replicator.stats if is_retry else Stats()  # by earlier rounds of this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
@@ -443,11 +441,11 @@ class LocalDeMo(ReplicatedOptimizer):
                 return
             # Late twice in a row: the error is sent at once, without local steps. So D is 0.
 
-    def _end_open_round(self) -> None:
+    def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
         self._is_in_round = True
         try:
-            self._rounds.end_open_round()
+            return self._rounds.end_open_round()
         finally:
             self._is_in_round = False
 

@@ -111,11 +111,6 @@ class Rounds:
         return False
 
     @property
-    def is_over(self) -> bool:
-        """Whether the run has ended, by all that this rank knows: it then adds no round."""
-        return False
-
-    @property
     def has_joined(self) -> bool:
         """Whether the next local step needs nothing of other ranks before it."""
         replicator = self.replicator
@@ -151,10 +146,14 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
-    def end_open_round(self) -> None:
-        """Ends the round in flight, or one that an error left open; local steps since are for the next one."""
+    def end_open_round(self) -> bool:
+        """Ends the round in flight, or one that an error left open; local steps since are for the next one.
+
+        Returns whether one may follow: not if that was the run's last.
+        """
         if self.replicator.is_open:
             self.exchange_and_apply()
+        return True
 
     def exchange_and_apply(self) -> None:
         """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""

@@ -127,13 +127,15 @@ class FolderRounds(Rounds):
         return int(self.replicator.round_number)
 
     @property
-    def _leaves(self) -> bool:
-        """Whether this worker sends no message after the next one, as it is now; its last one may not say so."""
-        return self.run.leaving or self.run.asked_to_stop()
+    def _goes_on(self) -> bool:
+        """Whether this worker sends messages after the next one, as it is now; its last one may not say so."""
+        return not (self.run.leaving or self.run.asked_to_stop() or self._is_over)
 
     @property
-    def _goes_on(self) -> bool:
-        return not (self._leaves or self.is_over)
+    def _is_over(self) -> bool:
+        """Whether the run has ended, by all that this worker knows."""
+        run = self.run
+        return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
 
     # Joining
 
@@ -284,11 +286,13 @@ class FolderRounds(Rounds):
 
     # A round
 
-    def end_open_round(self) -> None:
+    def end_open_round(self) -> bool:
+        was_over = self._is_over
         if self.replicator.is_open:
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
+        return was_over or not self._is_over
 
     def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, then catches up, if that went on without this worker.
@@ -384,11 +388,6 @@ class FolderRounds(Rounds):
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
         return self.run.misses > 0 and self._goes_on and not self.replicator.in_flight
 
-    @property
-    def is_over(self) -> bool:
-        run = self.run
-        return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
-
     def _catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
         with self.replicator.follower.moved_by_others():
@@ -415,7 +414,7 @@ class FolderRounds(Rounds):
             except CoveredError:
                 if not asks:
                     return
-                if load_seconds and not self._leaves:  # while it took the last one, its messages have gone, too
+                if load_seconds and self._goes_on:  # while it took the last one, its messages have gone, too
                     run.say_once(
                         f"the weights take {load_seconds:.0f} s to come, and the messages after them are gone by then: "
                         "the others are asked to wait (the run's --checkpoint-every is small for this link)"
@@ -428,7 +427,7 @@ class FolderRounds(Rounds):
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
                 rounds += 1
-                if asks and rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
+                if asks and rounds > 3 and not rounds & (rounds - 1) and self._goes_on:
                     self._hello_ahead((time.monotonic() - began) / rounds)
 
     def next_manifest(self) -> Manifest | None:
