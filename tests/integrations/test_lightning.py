@@ -82,6 +82,54 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path
     assert torch.equal(module.layer.weight, local), "this rank goes on from its local weights"
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them(monkeypatch):
+    """One rank suffices, as above: three steps, with a round after the second and a last one."""
+    seen = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def training_step(self, rows, number):
+            return (self.weight * rows).square().mean()
+
+        def on_train_batch_end(self, *_):
+            seen.append(self.trainer.optimizers[0].state[self.weight]["global"].clone())
+
+        def configure_optimizers(self):
+            return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
+
+    class Export(lightning.Callback):
+        def on_train_end(self, trainer, module):
+            self.weight = module.weight.detach().clone()
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def fit(*callbacks):
+        seen.clear()
+        trainer = lightning.Trainer(
+            strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_steps=3,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            callbacks=list(callbacks),
+        )  # fmt: skip
+        module = Module()
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(3, 4)))
+        return module.weight.detach()
+
+    try:
+        export, average = Export(), lightning.callbacks.WeightAveraging()
+        assert torch.equal(fit(export), export.weight)
+        assert torch.allclose(fit(export, average), torch.stack(seen).mean(0))
+        assert not torch.equal(seen[1], seen[0])
+        with pytest.raises(TypeError, match="give the Trainer WeightAveraging"):
+            fit(lightning.callbacks.StochasticWeightAveraging(0.1))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def _clipped(optimizers, precision, **settings):
     """The change of a weight in one step of a module with these optimizers, whose gradient is clipped to a norm."""
 

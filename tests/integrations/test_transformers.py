@@ -87,16 +87,19 @@ def _sum(tensors):
 @pytest.mark.parametrize("strategy", ["steps", "best", "on_step_end", "on_log"])  # of saving, or a hook
 @ranks.each(2)
 def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, strategy, tmp_path):
-    seen = []  # sums of weights, at each evaluation
+    seen, exported = [], []  # sums of weights, at each evaluation and at the ends of training
 
     def look(*given, model, **parts):
         seen.append(_sum(model.parameters()))
+
+    def export(*given, model, **parts):
+        exported.append(_sum(model.parameters()))
 
     def decide(args, state, control, **parts):
         control.should_evaluate = control.should_save = state.global_step in (3, 5)
 
     other = TrainerCallback()
-    vars(other).update({"on_evaluate": look, strategy: decide})
+    vars(other).update({"on_evaluate": look, strategy: decide, "on_train_end": export})
     rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(32, (24, 16)).unbind()]
     every = "no" if strategy.startswith("on_") else "steps"
     with accelerate_rank(rank, 2), warnings.catch_warnings():
@@ -113,7 +116,7 @@ def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, str
             model = _model()
             optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
             data = {"train_dataset": rows, "eval_dataset": rows[:4]}
-            given = {"optimizers": (optimizer, None), "callbacks": [DeMoCallback(), other]}
+            given = {"optimizers": (optimizer, None), "callbacks": [other, DeMoCallback()]}
             trainer = Trainer(model, arguments, **data, **given)
             trainer.train(resume_from_checkpoint=resumed)
             return optimizer, trainer
@@ -131,6 +134,7 @@ def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, str
     assert third != fifth, "after steps 3 and 5, with rounds after 2 and 4"
     assert saved == pytest.approx(fifth if last.name == "checkpoint-5" else third, rel=1e-6)
     assert resumed == ([third, fifth] if strategy == "steps" else [])
+    assert exported[0] == pytest.approx(after, rel=1e-12), "a callback before this one, too, has the final weights"
     if strategy == "best":
         assert after == pytest.approx(saved, rel=1e-6)
     else:

@@ -1,13 +1,17 @@
 """Lightning: a strategy that leaves all synchronisation of gradients to the optimizer."""
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
@@ -23,8 +27,9 @@ class DeMoStrategy(DDPStrategy):
     of the optimizer, because Lightning calls its `consolidate_state_dict`. Arguments are DDPStrategy's; those for
     DistributedDataParallel have no effect. TypeError if `configure_optimizers` returns another optimizer.
 
-    A LocalDeMo's global weights are what Lightning validates, tests and saves; when training ends, a last round makes
-    the weights of all ranks equal.
+    A LocalDeMo's global weights are what Lightning validates, tests, averages (`WeightAveraging`) and saves; when
+    training ends, a last round makes the weights of all ranks equal. TypeError with `StochasticWeightAveraging`, which
+    would average each rank's local weights.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,6 +43,13 @@ class DeMoStrategy(DDPStrategy):
             require_demo(optimizer, "with DeMoStrategy", 'use strategy="ddp", or return a DeMo or LocalDeMo')
         if isinstance(self.precision_plugin, MixedPrecision):
             self._make_clip(self.precision_plugin)
+        if self._local_demos:
+            if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+                raise TypeError(
+                    "StochasticWeightAveraging would average each rank's local weights; with LocalDeMo give the "
+                    "Trainer WeightAveraging or EMAWeightAveraging, which DeMoStrategy shows the global ones"
+                )
+            trainer.callbacks.insert(0, _LastRound(self._local_demos))
 
     def _make_clip(self, precision: MixedPrecision) -> None:
         """Makes it clip gradients of optimizers that GradScaler lets unscale them in their step, which it refuses.
@@ -56,6 +68,22 @@ class DeMoStrategy(DDPStrategy):
 
         precision.clip_gradients = clip_gradients
 
+    def on_train_start(self) -> None:
+        """Makes `WeightAveraging` average the global weights, which are the same on all ranks."""
+        averages = [getattr(each, "_average_model", None) for each in self.lightning_module.trainer.callbacks]
+        for average in averages if self._local_demos else ():
+            if isinstance(average, AveragedModel):
+                vars(average)["update_parameters"] = self._shown(average.update_parameters)
+
+    def _shown(self, update: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def update_parameters(model: nn.Module) -> None:
+            with ExitStack() as shared:
+                for optimizer in self._local_demos:
+                    shared.enter_context(optimizer.shared())
+                update(model)
+
+        return update_parameters
+
     def on_validation_start(self) -> None:
         """Gives the model the global weights."""
         self._share(self._shared)
@@ -70,12 +98,6 @@ class DeMoStrategy(DDPStrategy):
             self._share(shared)
             found: dict[str, Any] = super().lightning_module_state_dict()
             return copy.deepcopy(found) if self._local_demos else found  # local weights come back into the tensors
-
-    def on_train_end(self) -> None:
-        """Runs the last round."""
-        for optimizer in self._local_demos:
-            if optimizer.local_steps or optimizer.replicator.in_flight:
-                optimizer.finish_round(last=True)
 
     def _share(self, shared: ExitStack) -> None:
         for optimizer in self._local_demos:
@@ -96,3 +118,15 @@ class DeMoStrategy(DDPStrategy):
             whole = tensor.contiguous()
             torch.distributed.broadcast(whole, src=0)
             tensor.copy_(whole)
+
+
+class _LastRound(Callback):
+    """Runs the last round before other callbacks end training: they may export the model, or put averages into it."""
+
+    def __init__(self, optimizers: list[LocalDeMo]) -> None:
+        self._optimizers = optimizers
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        for optimizer in self._optimizers:
+            if optimizer.local_steps or optimizer.replicator.in_flight:
+                optimizer.finish_round(last=True)

@@ -32,6 +32,8 @@ class DeMoCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
+        self._first = TrainerCallback()  # comes before others, such as wandb's, which may export the final model
+        self._first.on_train_end = self._end
         self._last = TrainerCallback()  # comes after the user's callbacks, which may decide to save or evaluate
         vars(self._last).update(dict.fromkeys(("on_step_end", "on_epoch_end", "on_log"), self.on_step_end))
 
@@ -45,7 +47,7 @@ class DeMoCallback(TrainerCallback):
             if type(each) is DistributedDataParallel and each.module is parts["model"]:
                 unsync(each)
             elif type(each) is CallbackHandler and self in each.callbacks and self._last not in each.callbacks:
-                each.callbacks.append(self._last)
+                each.callbacks = [self._first, *each.callbacks, self._last]
         if isinstance(optimizer, LocalDeMo) and args.eval_on_start:
             self._shared.enter_context(optimizer.shared())
 
@@ -63,7 +65,7 @@ class DeMoCallback(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def _end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Runs the last round; the best checkpoint, if it was loaded, replaces the weights instead."""
         optimizer = _checked(parts["optimizer"])
         if not isinstance(optimizer, LocalDeMo):
