@@ -108,7 +108,7 @@ class InnerOptimizers:
         finally:
             self.is_stepping = False
             for settings in self._settings:
-                settings.end_step()
+                settings.state_names.update(settings.changed())  # in the step: by the optimizer
         if self._lent:
             self._take_lent()
 
@@ -220,12 +220,11 @@ class InnerOptimizers:
                 loose, rest = _beside(next((value for value in packed if value is not None), None))
                 names = [{*group} & each.defaults.keys() for group in each.param_groups]
                 each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
-                _restore_numbers(each, [mine.get(number, {}) for number in numbers])
                 first = last
                 for had, group in zip(names, each.param_groups, strict=True):
                     if lacking := had - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
-                _check_usable(each, numbers)
+                _check_loaded(each, [(number, mine.get(number, {})) for number in numbers])
         except BaseException as error:
             for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
                 each.state, each.param_groups = state_before, groups_before
@@ -234,7 +233,7 @@ class InnerOptimizers:
             raise
         self._lent = {}
         for settings, saved, group in zip(self._settings, in_groups, loaded, strict=True):
-            settings.load(saved)
+            settings.state_names.update(saved)
             if lost := ", ".join(sorted({*saved} - {*group})):  # torch.distributed.checkpoint loads names there are
                 warn(f"the state lacks {lost} of an inner optimizer's group, which begins anew; save one file per rank")
         self._follow()
@@ -254,35 +253,28 @@ def _forms(entry: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: (value.shape, value.is_floating_point() or value.dtype) for name, value in tensors.items()}
 
 
-def _restore_numbers(optimizer: torch.optim.Optimizer, loaded: list[dict[str, Any]]) -> None:
-    """After loading entries: numbers, such as NAdam's mu_product, which torch rounds to the parameter's dtype."""
-    rest = iter(loaded)
+def _check_loaded(optimizer: torch.optim.Optimizer, loaded: list[tuple[int, dict[str, Any]]]) -> None:
+    """Raises ValueError if the state that a parameter, by number, got is none that the optimizer's step can use.
+
+    Numbers in it, such as NAdam's mu_product, are then as they were saved: torch rounds them to the parameter's dtype.
+    """
+    rest, kind = iter(loaded), type(optimizer).__name__
     for group in optimizer.param_groups:
+        dimensions = {1, *(parameter.dim() for parameter in group["params"])}
+        needed = {each: _state_of_step(optimizer, group, each) for each in dimensions}
         # Of a parameter that is a number itself, moments are, too: those have its dtype.
-        numbers = {name for name, value in _state_of_step(optimizer, group, 1).items() if not value.dim()}
-        for parameter, saved in zip(group["params"], rest, strict=False):
-            entry = optimizer.state.get(parameter, {})
-            for name, value in saved.items() if entry else ():
-                is_kept = isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor)
-                if is_kept and (parameter.dim() or name in numbers):
-                    entry[name] = value.to(entry[name].device, copy=True)
-
-
-def _check_usable(optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
-    """Raises ValueError if the loaded state of a parameter, by number, is none that the optimizer's step can use."""
-    rest, kind = iter(numbers), type(optimizer).__name__
-    for group in optimizer.param_groups:
-        needed: dict[int, dict[str, Any]] = {}  # by the number of dimensions
-        for parameter, number in zip(group["params"], rest, strict=False):
+        numbers = {name for name, value in needed[1].items() if not value.dim()}
+        for parameter, (number, saved) in zip(group["params"], rest, strict=False):
             if not (entry := optimizer.state.get(parameter)):
                 continue
-            dimensions = parameter.dim()
-            if dimensions not in needed:
-                needed[dimensions] = _state_of_step(optimizer, group, dimensions)
-            if lacking := ", ".join(needed[dimensions].keys() - entry.keys()):
+            for name, value in saved.items():
+                is_number = isinstance(value, Tensor) and value.dim() == 0 and isinstance(entry.get(name), Tensor)
+                if is_number and (parameter.dim() or name in numbers):
+                    entry[name] = value.to(entry[name].device, copy=True)
+            if lacking := ", ".join(needed[parameter.dim()].keys() - entry.keys()):
                 raise ValueError(f"the state of parameter {number} lacks {lacking}, which {kind} needs")
-            for name, example in needed[dimensions].items():
-                value, is_alike = entry[name], example.shape == _example_shape(dimensions)
+            for name, example in needed[parameter.dim()].items():
+                value, is_alike = entry[name], example.shape == _example_shape(parameter.dim())
                 told = f"the state of parameter {number} has {name}"
                 if not isinstance(value, Tensor):
                     if example.dim() or not isinstance(value, Real):
@@ -430,14 +422,6 @@ class GroupSettings:
                     if name not in before or before[name][1] != self._seen[name][1]:
                         found[name] = value
         return found
-
-    def end_step(self) -> None:
-        """After a step of the optimizer: what has changed in it is the optimizer's."""
-        self.state_names.update(self.changed())
-
-    def load(self, names: Collection[str]) -> None:
-        """Takes the names of what the optimizer had changed when a state was saved. Then `follow` the loaded group."""
-        self.state_names.update(names)
 
     def follow(self, group: Group) -> None:
         """Takes over the changes between two steps, which are the user's."""
