@@ -137,7 +137,6 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.usefixtures("still")
 def test_state_that_a_handler_saves_within_a_round_changes_nothing(delay):
     worker, other = (Counter(ObjectStore(), 0, delay) for _ in range(2))
     sends = (worker.optimizer.replicator, "send") if delay else (worker.run, "exchange_round")
@@ -150,7 +149,6 @@ def test_state_that_a_handler_saves_within_a_round_changes_nothing(delay):
         assert torch.equal(worker.parameter, other.parameter)
 
 
-@pytest.mark.usefixtures("still")
 def test_interrupt_at_the_end_of_a_catch_up_takes_nothing_of_others_back():
     store = ObjectStore()
     late, other = (Counter(store, number) for number in range(2))
@@ -166,7 +164,6 @@ def test_interrupt_at_the_end_of_a_catch_up_takes_nothing_of_others_back():
     assert times_applied(store, [late, other]) == [[1.0] * 4] * 2
 
 
-@pytest.mark.usefixtures("still")
 def test_interrupt_while_a_message_is_prepared_leaves_its_sequences_unsent(monkeypatch):
     worker, call = Counter(ObjectStore(), 0), replicator.all_usable
     monkeypatch.setattr(replicator, "all_usable", at_first(Mock(side_effect=KeyboardInterrupt), call))
@@ -178,7 +175,6 @@ def test_interrupt_while_a_message_is_prepared_leaves_its_sequences_unsent(monke
     assert worker.run.unsent == 0
 
 
-@pytest.mark.usefixtures("still")
 def test_round_whose_words_raise_an_error_counts_every_step_once():
     def fail(text):
         raise BrokenPipeError(text)
@@ -192,11 +188,17 @@ def test_round_whose_words_raise_an_error_counts_every_step_once():
     assert times_applied(store, workers)[0] == [1.0] * 6
 
 
+def demo():
+    """A parameter and a DeMo, whose messages lose nothing."""
+    parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
+    codec = {name: value for name, value in EXACTLY.items() if name != "error_decay"}
+    settings = {"momentum_decay": 0.5, "process_group": SingleRank(), "update": "sgd", **codec}
+    return parameter, demopt.DeMo([parameter], 1.0, **settings)
+
+
 def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later():
     def interrupted(at):
-        parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)
-        del codec["error_decay"]
-        optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, process_group=SingleRank(), update="sgd", **codec)
+        parameter, optimizer = demo()
         ctrl_c = CtrlC(at)
         for step in range(4):
             parameter.grad = torch.zeros_like(parameter)
@@ -215,13 +217,10 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
 @pytest.mark.parametrize("then", [id, copy.deepcopy, lambda optimizer: optimizer.own_state_dict()])
 @pytest.mark.parametrize("local", [False, True])
 def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_a_copy_and_a_state_free(local, then):
-    parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
-    inner, codec = torch.optim.SGD([parameter], lr=1.0), {**EXACTLY, "process_group": SingleRank()}
+    parameter, optimizer = demo()
     if local:
-        optimizer = demopt.LocalDeMo(inner, sync_every=1, **{**codec, "error_decay": 1.0})
-    else:
-        del codec["error_decay"]
-        optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, update="sgd", **codec)
+        codec = {**EXACTLY, "error_decay": 1.0, "process_group": SingleRank()}
+        optimizer = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, **codec)
     for name in ("exchange", "rollback", *["rollback"] * local):  # LocalDeMo calls it at two levels
         interrupted = Mock(side_effect=KeyboardInterrupt)
         setattr(optimizer.replicator, name, at_first(interrupted, getattr(optimizer.replicator, name)))
@@ -234,35 +233,25 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_a_copy
     assert (-parameter[:2]).tolist() == [1.0 if local else 0.25, 1.0 if local else 0.5]
 
 
+@pytest.mark.parametrize("by_user", [False, True])
 @pytest.mark.parametrize("optimizer_class", [problems.local, problems.demo])
-def test_state_within_a_round_of_connected_ranks_is_refused_and_the_round_goes_on(optimizer_class):
+def test_state_within_a_round_of_connected_ranks_is_refused_and_the_round_goes_on(optimizer_class, by_user):
+    """As a handler tries to save, in a round that a step or a user has begun."""
     optimizer = optimizer_class(SingleRank())
     exchange = optimizer.replicator.exchange
 
-    def saved():
+    def saved(*message):
         with pytest.raises(RuntimeError, match="state_dict came between extract and apply"):
             optimizer.own_state_dict()
-        return exchange()
+        return exchange(*message)
 
     optimizer.replicator.exchange = saved
-    problems.fingerprints(optimizer, [0])
-    assert int(optimizer.replicator.round_number) == 1
-
-
-@pytest.mark.parametrize("optimizer_class", [problems.local, problems.demo])
-def test_round_that_a_user_begins_stays_while_a_handler_tries_to_save(optimizer_class):
-    optimizer = optimizer_class(SingleRank())
-    extract = optimizer.replicator.extract
-
-    def saved(*given, **settings):
-        message = extract(*given, **settings)
-        with pytest.raises(RuntimeError, match="state_dict came between extract and apply"):
-            optimizer.own_state_dict()
-        return message
-
-    optimizer.replicator.extract = saved
     problems.set_gradients(problems.all_parameters(optimizer), 0)
-    optimizer.apply(optimizer.exchange(optimizer.extract()))
+    if by_user:
+        optimizer.apply(optimizer.exchange(optimizer.extract()))
+    else:
+        optimizer.step()
+    assert int(optimizer.replicator.round_number) == 1
     optimizer.own_state_dict()
 
 
@@ -278,9 +267,7 @@ def test_round_in_flight_that_travels_again_stays_while_a_handler_saves(monkeypa
 
 
 def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkeypatch):
-    parameter, codec = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64)), dict(EXACTLY)
-    del codec["error_decay"]
-    optimizer = demopt.DeMo([parameter], 1.0, momentum_decay=0.5, process_group=SingleRank(), update="sgd", **codec)
+    parameter, optimizer = demo()
     parameter.grad = torch.ones_like(parameter)
     optimizer.extract()
     optimizer.rollback()

@@ -179,17 +179,6 @@ def test_layout_digest_and_count_are_those_of_its_sections():
     assert (Layout(()).size, Layout((), least=64).size) == (0, 64)
 
 
-@pytest.mark.parametrize("values", QUANTIZERS)
-def test_received_names_the_rank_whose_value_is_nan(values):
-    section = Section(GRANULE, 64, 1, values)
-    messages, first = _messages(section, 2), section.sizes[0]
-    messages[1, first : first + section.sizes[1]] = 255
-    for rows, rank, named in ((messages, None, 1), (messages[1:], 7, 7)):
-        with pytest.raises(MessageError, match="NaN") as caught:
-            section.checked(rows, rank)
-        assert caught.value.rank == named
-
-
 def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable():
     numbers = torch.tensor([1.0, -1e35, 1.0001e35, float("nan")], dtype=torch.float64)
     assert number_faults(numbers)[0][1].tolist() == [False, False, True, True]
