@@ -39,13 +39,12 @@ class Scenario:
 
 def run(scenario: Scenario) -> list[Result]:
     """Runs a scenario; returns a result for each of its links."""
-    with bring_up(scenario.machines) as network:
-        return list(_stages(scenario, network))
-
-
-def _stages(scenario: Scenario, network: Network) -> Iterator[Result]:
-    """Takes one set of processes through all links."""
-    with _started(scenario, network) as processes, _limited(scenario, network):
+    results = []
+    with (
+        bring_up(scenario.machines) as network,
+        _started(scenario, network) as processes,
+        _limited(scenario, network),
+    ):
         for link in scenario.links:
             network.set_link(link)
             before = network.bytes()
@@ -54,7 +53,8 @@ def _stages(scenario: Scenario, network: Network) -> Iterator[Result]:
                 process.stdin.write(json.dumps({"link": asdict(link), **scenario.settings}) + "\n")
                 process.stdin.flush()
             answers = [_answer(process) for process in processes]
-            yield {"link": link.name, **_measured(network, before), "answers": answers}
+            results.append({"link": link.name, **_measured(network, before), "answers": answers})
+    return results
 
 
 def _answer(process: Process) -> Any:

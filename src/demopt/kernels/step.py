@@ -223,11 +223,6 @@ class Kernel:
     ) -> None:
         sides = len(bases[0]), len(bases[1])
         self._length, self._keep = sides[0] * sides[1], keep
-        shapes = [tuple(basis.shape) for basis in (*bases, *inverse_bases)]
-        if max(sides) > SIDE or shapes != 2 * [(side, side) for side in sides] or not 0 <= (keep or 0) <= self._length:
-            raise ValueError(f"bases have shapes {shapes}, and {keep} of a chunk's coefficients are to be kept")
-        if any(cut.chunk_shape != sides for cut in chunkings):
-            raise ValueError(f"chunks do not have the shape {sides} of the bases")
         self._bases = Basis(bases[0]), Basis(bases[1], of_columns=True, transposed=True)
         inverse = Basis(inverse_bases[0]), Basis(inverse_bases[1], of_columns=True)
         self._padded_rows = padded(inverse_bases[0])
