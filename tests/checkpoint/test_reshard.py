@@ -2,30 +2,17 @@
 
 import functools
 import io
-from fractions import Fraction
 
 import carriers
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import demopt
 import problems
 import ranks
 from demopt.errors import MessageError
-from demopt.state import overlaps, separated, share_of
-
-SIZES = st.integers(1, 9)
-
-
-@given(SIZES, SIZES)
-def test_overlaps_of_every_new_rank_are_one_and_of_every_old_rank_equal(now, before):
-    by_rank = [overlaps(rank, now, before) for rank in range(now)]
-    assert all(sum(mine.values()) == 1 for mine in by_rank)
-    for old in range(before):
-        assert sum((mine.get(old, Fraction(0)) for mine in by_rank), Fraction(0)) == Fraction(now, before)
+from demopt.state import separated, share_of
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import models
 import problems
 import ranks
 from demopt.exchange import Meter
-from demopt.plan import LOSS_ABOVE_DDP, Call, Case, Link, equal_bandwidth, make_plan, of_count
+from demopt.plan import LOSS_ABOVE_DDP, Call, Link, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -95,15 +95,6 @@ def test_plan_of_a_models_folder_has_its_shapes_and_its_adapters(command, tmp_pa
         shown = command("plan", "--model", folder, "--workers", 2, *more)
         assert f"{folder}: {parameters} parameters" in " ".join(shown.split())
     assert "--backend is 'mpi'" in command("plan", "--params", "1M", "--backend", "mpi", code=2)
-
-
-@pytest.mark.parametrize("workers", [2, 16])
-def test_both_take_as_long_at_the_equal_bandwidth(workers):
-    plan = plan_of(of_count("124M"), workers, demo={"update": "muon"})
-    case = Case(plan, Link(1e9, 0.0), 2.0, 0.2)
-    ddp, ours = case.at(equal_bandwidth(case, workers), workers)
-    assert ddp == pytest.approx(ours, rel=1e-3)
-    assert equal_bandwidth(Case(plan, Link(1e9, 0.5), 2.0, 0.2), workers) is None
 
 
 @pytest.mark.parametrize(
