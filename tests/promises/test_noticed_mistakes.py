@@ -232,6 +232,21 @@ def test_evaluation_that_is_no_mistake_warns_of_nothing(how):
     assert _told(_evaluated, how, 3) == _told(_evaluated, "plain", 4) == ranks.run(_evaluated, 1, "plain", 3)[0] == []
 
 
+def _hooks_after_regrouping(rank, world_size):
+    model = Layers()
+    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
+    for step in range(3):
+        problems.set_gradients(model.parameters(), step, rank)
+        optimizer.step()
+        optimizer.regroup(None)
+    return len(model._forward_pre_hooks)
+
+
+def test_a_model_has_one_hook_however_often_its_ranks_change():
+    """torchft has another group in every quorum."""
+    assert ranks.run(_hooks_after_regrouping, 2) == [1, 0]
+
+
 def _scripted(rank, world_size):
     """Whether TorchScript takes the model in shared(), as it takes a copy; what it says outside."""
     torch.manual_seed(0)

@@ -147,7 +147,8 @@ class Mistakes:
 
     def watch(self, model: nn.Module) -> None:
         """Notices it if the model runs in eval() with local weights."""
-        self._watched.append((weakref.ref(model), model.register_forward_pre_hook(_LocalWeightsSeen(self))))
+        if all(found() is not model for found, _ in self._watched):
+            self._watched.append((weakref.ref(model), model.register_forward_pre_hook(_LocalWeightsSeen(self))))
 
     @contextmanager
     def unwatched(self, shared: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
