@@ -131,6 +131,33 @@ def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind, dtype):
     assert torch.equal(*(each[-1].resolve_conj().view(torch.uint8) for each in (first, second)))
 
 
+class Quantized(torch.Tensor):
+    """A weight that is made of others and knows no operation, as those of torchao know few."""
+
+    @staticmethod
+    def __new__(cls, levels, scales):
+        found = torch.Tensor._make_wrapper_subclass(cls, levels.shape, dtype=torch.float32)
+        found.levels, found.scales = levels, scales
+        return found
+
+    def __tensor_flatten__(self):
+        return ["levels", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function is torch.ops.aten.detach.default
+        return cls(args[0].levels, args[0].scales)
+
+
+@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_frozen_quantized_weights_become_those_of_rank_0_in_all_their_parts(kind):
+    first, second = (with_frozen(Quantized(torch.arange(6) % modulus, torch.ones(1) * modulus)) for modulus in (2, 3))
+    assert told(kind, [first, second]) == ["", ""]
+    assert torch.equal(first[-1].levels, second[-1].levels)
+    assert second[-1].scales == 2
+
+
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(3, 4), (2,)], []], ids=str)
 def test_frozen_parameters_that_only_one_rank_has_are_named(shapes):
     found = told("LocalDeMo", [with_frozen(torch.ones(3, 4)), with_frozen(*map(torch.ones, shapes))])

@@ -12,6 +12,15 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the plain tensors that hold these here: of a quantized weight of torchao all that it is made of."""
+    for tensor in map(to_local, tensors):
+        if hasattr(tensor, "__tensor_flatten__"):
+            yield from parts_of(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
 def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns room for a tensor of this shape on a device; for a DTensor, which may be offloaded, placed alike."""
     held = torch.empty_like(to_local(tensor.detach()), device=device, dtype=dtype)

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from demopt.exchange.dtensor import parts_of
 from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
@@ -114,7 +115,7 @@ class DeMoStrategy(DDPStrategy):
         """Starts all models as rank 0's, as DistributedDataParallel would, and wraps nothing."""
         assert self.model is not None
         unsync(self.model)  # which changes nothing in it, and lets DeMo notice parameters that it does not have
-        for tensor in self.model.state_dict().values():
+        for tensor in parts_of(each.detach() for each in (*self.model.parameters(), *self.model.buffers())):
             whole = tensor.contiguous()
             torch.distributed.broadcast(whole, src=0)
             tensor.copy_(whole)

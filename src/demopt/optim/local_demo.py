@@ -23,7 +23,7 @@ from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import Codec, Hyperparameters, codec_of
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORM_NUMBERS
-from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
+from demopt.exchange.dtensor import parts_of, shard_groups, true_in_all
 from demopt.interrupts import uninterrupted
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
@@ -345,7 +345,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if is_first:
             look_at_models(self)
         weights.begin()
-        frozen = [to_local(each) for each in weights.parameters if each not in weights.global_of]
+        frozen = [*parts_of(each for each in weights.parameters if each not in weights.global_of)]
         compared = weights.here(frozen)
         if replicator.groups and not self._rounds.in_step:
             replicator.groups[0]["frozen"] = fingerprint(compared)  # for the record of a run

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from demopt.exchange.dtensor import like_on, to_local
+from demopt.exchange.dtensor import like_on, parts_of, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.replicator.rounds import Follower, Stage
@@ -92,7 +92,7 @@ class LocalWeights(Follower):
         return bool(self.steps or self.start_of)
 
     def fingerprint(self) -> int:
-        return fingerprint(self.here([to_local(each.detach()) for each in self.parameters]))
+        return fingerprint(self.here([*parts_of(each.detach() for each in self.parameters)]))
 
     def _hash_of_global(self) -> int:
         return fingerprint([to_local(each.detach()) for each in self.global_of.values()])

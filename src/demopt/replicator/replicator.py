@@ -25,7 +25,7 @@ from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.codec.steps import Workspace, compress
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
-from demopt.exchange.dtensor import to_local, true_in_all
+from demopt.exchange.dtensor import parts_of, true_in_all
 from demopt.exchange.hierarchical import average
 from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
@@ -529,7 +529,7 @@ class Replicator:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
         if state:
             return fingerprint([*self.wiring().replicated_tensors(), self.round_number.view(1)])
-        return fingerprint([*map(to_local, self.parameters)])
+        return fingerprint([*parts_of(self.parameters)])
 
     def resync(self, src: int = 0) -> None:
         """As `DeMo.resync`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from demopt.errors import SettingsError
 from demopt.exchange import Collective, Exchange, Meter
 from demopt.exchange.background import Background, SideStream
-from demopt.exchange.dtensor import groups_of_copies, sharded_over, to_local, true_in_all
+from demopt.exchange.dtensor import groups_of_copies, parts_of, sharded_over, to_local, true_in_all
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator.route import Route
@@ -316,7 +316,7 @@ def copies_of(wiring: Wiring, exchange: Exchange) -> list[tuple[Exchange, list[i
 def tensors_at(places: Sequence[int], wiring: Wiring, momenta: bool) -> list[Tensor]:
     """Returns the tensors that must be equal in all copies: parameters, their rules' state, and the momenta."""
     parameters = [wiring.parameters[place] for place in places]
-    found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
+    found, ids = [*parts_of(parameters)], set(map(id, parameters))
     for chunk_group in wiring.chunk_groups:
         for buffer in (*chunk_group.rule_state.values(), *([chunk_group.momentum] if momenta else [])):
             found += [rows for parameter, rows in chunk_group.rows(buffer) if id(parameter) in ids]
@@ -327,7 +327,7 @@ def difference_of_copies(wiring: Wiring, exchange: Exchange) -> str:
     """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
     inside, found = copies_of(wiring, exchange), ""
     for held, places in inside:  # each of them: the ranks that hold these copies compare them together
-        fingerprints = [fingerprint([to_local(wiring.parameters[place])]) for place in places]
+        fingerprints = [fingerprint([*parts_of([wiring.parameters[place]])]) for place in places]
         theirs = gather_values(held, fingerprints, wiring.device)
         for number, place in enumerate(places):
             differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]

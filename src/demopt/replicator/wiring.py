@@ -12,7 +12,7 @@ from demopt.codec.gradients import check_matrices
 from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.codec.steps import Workspace
 from demopt.core.exact import guard_bits
-from demopt.exchange.dtensor import shard_groups, to_local
+from demopt.exchange.dtensor import parts_of, shard_groups, to_local
 from demopt.kernels.gate import check_in_host_memory
 from demopt.replicator.owner import Owner
 from demopt.replicator.route import Route
@@ -128,13 +128,13 @@ class Wiring:
             came, was = (parameter.dtype, parameter.device, parameter.shape), (seen.dtype, seen.device, seen.shape)
             if came != was:
                 raise ValueError(f"{name} was {was} when gradients were extracted, and is {came}; call rollback()")
-            if parameter.is_cpu:
-                check_in_host_memory(name, to_local(parameter))
+            for part in parts_of([parameter] if parameter.is_cpu else []):
+                check_in_host_memory(name, part)
 
     def replicated_tensors(self) -> list[Tensor]:
-        """Returns all that must be the same on all ranks: parameters (of DTensors the local part), rules' state."""
+        """Returns all that must be the same on all ranks: the parts of parameters that are here, rules' state."""
         rule_state = [tensor for chunk_group in self.chunk_groups for tensor in chunk_group.rule_state.values()]
-        return [*map(to_local, self.parameters), *rule_state]
+        return [*parts_of(self.parameters), *rule_state]
 
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal on all ranks, by name; a difference in them cannot be repaired."""
