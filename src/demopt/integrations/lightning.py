@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -14,9 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from demopt.exchange.dtensor import parts_of
+from demopt.exchange.process_group import resolve
 from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.parallel import unsync
+from demopt.parallel import broadcast_buffers, unsync
+from demopt.replicator.session import copy_tensors
 
 
 class DeMoStrategy(DDPStrategy):
@@ -115,10 +116,8 @@ class DeMoStrategy(DDPStrategy):
         """Starts all models as rank 0's, as DistributedDataParallel would, and wraps nothing."""
         assert self.model is not None
         unsync(self.model)  # which changes nothing in it, and lets DeMo notice parameters that it does not have
-        for tensor in parts_of(each.detach() for each in (*self.model.parameters(), *self.model.buffers())):
-            whole = tensor.contiguous()
-            torch.distributed.broadcast(whole, src=0)
-            tensor.copy_(whole)
+        copy_tensors(resolve(None), [*parts_of(self.model.parameters())], src=0)
+        broadcast_buffers(self.model)
 
 
 class _LastRound(Callback):
