@@ -5,6 +5,7 @@ started by `python`; so are those that fail, because of forked ones torch's laun
 """
 
 import importlib
+import logging
 import multiprocessing
 import os
 import runpy
@@ -43,6 +44,7 @@ def elastic_launch(how: Any, python: str) -> Callable[..., Any]:
     from torch.distributed.launcher.api import elastic_launch
 
     how.start_method = "forkserver"
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it says what the real one does silently
     return lambda *command: elastic_launch(how, _run)(command, dict(os.environ), os.getcwd(), os.getpid())
 
 

@@ -256,7 +256,7 @@ def _scripted(rank, world_size):
     optimizer.step()
     inputs, told = problems.draw((3, 6)), ""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script.*", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.script.*")
         with optimizer.shared():
             same = [torch.equal(torch.jit.script(m)(inputs), m(inputs)) for m in (model, copy.deepcopy(model))]
         try:

@@ -169,15 +169,12 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def follow(self, stage: Stage, finite: bool) -> None:
-        """A round with this rank's message has entered a stage: local weights move by the table. `finite`: D was.
-
-        If local steps came since it was extracted, they wait for the next one.
-        """
+        """A round with this rank's message has entered a stage: local weights move by the table. `finite`: D was."""
         if stage == "extracted":
             self._steps_of_message, self.steps = self.steps, 0
-        elif not self.steps:
+        elif not self.steps:  # otherwise those since are for the next round, which moves them, or `land`
             if stage == "applied":
-                self.land() if self.start_of and not self._extracted_from else self.adopt()
+                self.adopt()
             elif stage == "sent":
                 self.depart(finite)
             else:

@@ -94,7 +94,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             self._after_error()
 
     def _after_error(self) -> None:
-        """Forgets the round that is there; in a folder it is left open."""
+        """Forgets the round that is there; of `LocalDeMo` not one in flight, and in a folder it is left open."""
         self.replicator.rollback()
 
     @unrecorded

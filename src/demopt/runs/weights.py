@@ -542,5 +542,6 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._loaded, self._weights_of = self.run, saved, saved.run if saved else ""
         self._may_have_sent, run.joined, self._is_behind = saved is not None, False, False
+        run.decided = None  # `find_or_start` reads that of the state
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
         self._sent_from = saved.sent_from if saved else 0
