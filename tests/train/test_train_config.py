@@ -34,7 +34,7 @@ from demopt.train.config import (
 from demopt.train.data import find_files
 from demopt.train.method import check_settings, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import build, count_parameters, save
-from demopt.train.out import OutFolder
+from demopt.train.out import OutFolder, write_whole
 from demopt.train.runs.worker import train_in_folder
 from demopt.train.team import Team, pick_device
 
@@ -203,7 +203,21 @@ def test_folder_that_holds_what_is_of_no_run_is_left_as_it_is(tmp_path, name, ov
     assert place.exists()
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["identity", "state.pt", "metrics.jsonl", "loss.svg"])
+def test_what_is_no_file_in_the_place_of_one_is_named(tmp_path, name, make):
+    out = OutFolder(tmp_path)
+    with out.claimed(TrainConfig()):
+        make(tmp_path / name)
+    out.merged.symlink_to(out.merged)  # a link to itself has no place that could be one of the run's sources
+    with pytest.raises(InputError, match=f"{name} is no file; delete it"):
+        out.refuse_if_taken(TrainConfig(resume=True))
+    out.refuse_if_taken(TrainConfig(overwrite=True))
+
+
 def test_disk_that_takes_no_files_is_told(tmp_path):
+    with pytest.raises(DemoptError, match="cannot be written: No such file"), OutFolder(tmp_path / "gone").writing():
+        write_whole(tmp_path / "gone/state.pt", lambda aside: torch.save({}, aside))
     (tmp_path / "model").write_text("mine")
     with pytest.raises(DemoptError, match="cannot be written: File exists"), OutFolder(tmp_path).writing():
         save(TrainConfig(), None, tmp_path / "model")

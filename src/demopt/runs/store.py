@@ -209,18 +209,19 @@ def full(address: str) -> str:
         raise ValueError(f"a run's address is a path or s3://bucket/name, gs:// or az://; this is {address!r}")
     scheme, colon, place = address.partition(":")
     scheme = scheme.lower() if colon else ""
+    path = address
     if scheme == "file":
         parts = urlsplit(address)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ValueError(f"{address}: a file:// address has three slashes and a whole path; or give the path alone")
-        return str(Path(unquote(parts.path)).resolve())
+        path = unquote(parts.path)
     other = r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:|[^\w./~-]*(s3|gs|az|file|https?)\W*//"  # places, with slips of the fingers
-    if scheme not in CLOUDS and not re.match(other, address, re.IGNORECASE):
+    if scheme not in CLOUDS and not re.match(other, path, re.IGNORECASE):
         try:
-            found = Path(address).expanduser().resolve()
+            found = Path(path).expanduser().resolve()
             found.exists()  # or an error: too long a name, for example
             return str(found)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
     if scheme not in CLOUDS:
         known = "s3://, gs:// or az://, or is a path (a server of your own: s3:// with AWS_ENDPOINT_URL)"

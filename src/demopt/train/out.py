@@ -62,6 +62,9 @@ class OutFolder:
         self.refuse_sources(config, self.written)
         if not is_run and (there := [place.name for place in self.written if place.exists()]):
             raise InputError(f"--out {self.root} holds {there[0]}, and no run that it is of; give another --out")
+        files = (self.metrics, self.picture, self.identity, self.state)
+        if odd := [place.name for place in files if place.exists() and not place.is_file() and not config.overwrite]:
+            raise InputError(f"--out {self.root}: {odd[0]} is no file; delete it, or give another --out")
 
     def refuse_sources(self, config: TrainConfig, written: Iterable[Path]) -> None:
         """Raises InputError if the run, or a file that it reads, is this folder or in one of the places `written`."""
@@ -70,7 +73,10 @@ class OutFolder:
         run = None
         with suppress(ValueError):  # of none; one that cannot be is told where it is opened
             named.append(("--run", run := full(config.run or "")))
-        root, places = self.root.resolve(), {place.resolve() for place in written}
+        root, places = (
+            self.root.resolve(),
+            {Path(os.path.realpath(place)) for place in written},
+        )  # even a link to itself
         for name, source in named:
             place = Path(source or "").resolve()
             if source not in (None, "", "bytes") and (place == root or places & {place, *place.parents}):
@@ -146,6 +152,7 @@ def _fits(value: Any, name: str) -> bool:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file so that at any moment it is the old one or the new one, as a whole; `write` gets another path."""
     aside = path.with_suffix(".partial")
+    aside.open("wb").close()  # an error of the system, where torch has one of its own
     write(aside)
     sync(aside)
     aside.replace(path)
