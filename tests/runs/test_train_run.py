@@ -320,7 +320,11 @@ def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machin
     resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (8000, 8000))  # its metrics get longer before its first message
     assert machines.code(second) == 1, machines.said("second")
     (machines.allowed / GONE).touch()
-    assert f"--out {machines.place / 'second'}: cannot be written" in machines.said("second").splitlines()[-1]
+    told = f"--out {machines.place / 'second'}: cannot be written"
+    state, metrics = machines.said("second").splitlines()[-2:]
+    assert state.startswith(f"not saved: {told}")
+    assert told in metrics
+    assert not [*(machines.place / "second").glob("*.partial")]
     machines.allow(99)
     digest = machines.ended(first, "first")
     assert [*machines.manifest(1).members.values()] == [1]  # of the second, which was waited for

@@ -152,10 +152,14 @@ def _fits(value: Any, name: str) -> bool:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file so that at any moment it is the old one or the new one, as a whole; `write` gets another path."""
     aside = path.with_suffix(".partial")
-    aside.open("wb").close()  # an error of the system, where torch has one of its own
-    write(aside)
-    sync(aside)
-    aside.replace(path)
+    try:
+        aside.open("wb").close()  # an error of the system, where torch has one of its own
+        write(aside)
+        sync(aside)
+        aside.replace(path)
+    finally:
+        with suppress(OSError):  # a full disk would stay full
+            aside.unlink()
 
 
 def sync(path: Path) -> None:

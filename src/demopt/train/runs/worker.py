@@ -199,13 +199,15 @@ class Worker(Training):
                 train_steps(self)
             except DemoptError as error:
                 self._hear()
-                with suppress(DemoptError):  # the first error is the one to tell
+                try:
                     if isinstance(error, DriftError):
                         run.leaving = True  # so that nobody waits for it
                         self.optimizer.resync()  # no state goes on from weights that differ
                     run.close()
                     self._save()
                     print(f"saved: {printable(str(out.state))}", flush=True)
+                except DemoptError as lost:
+                    print(f"not saved: {printable(str(lost))}", flush=True)
                 raise
         if not self.ended:
             self._save()
