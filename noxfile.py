@@ -5,7 +5,7 @@ pip takes torch from the index in PIP_EXTRA_INDEX_URL, if it is set: builds for 
 
 import nox
 
-PAIRS = [("3.10", "2.6.0"), ("3.11", "2.13.0"), ("3.12", "2.13.0"), ("3.13", "2.13.0")]
+PAIRS = [("3.10", "2.6.0"), ("3.11", "2.13.0"), ("3.11", "2.14.1"), ("3.12", "2.13.0"), ("3.13", "2.13.0")]
 NEEDED = ("hatchling", "pytest", "pytest-timeout", "hypothesis", "numpy", "rich", "typer", "transformers")
 TESTS = ("tests/wire", "tests/golden", "tests/local", "tests/optim", "tests/kernels", "tests/package/test_imports.py")
 nox.options.error_on_missing_interpreters = True  # a pair that was skipped is not a pair that passed
