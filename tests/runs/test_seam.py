@@ -145,10 +145,10 @@ def interrupted(worker):
     """In the block a worker sends its message, and is interrupted before it knows the manifest."""
     wait = OpenRound._wait
 
-    def interrupt(open_round, put_at):
+    def interrupt(open_round):
         if open_round._run is worker.run:
             raise KeyboardInterrupt
-        return wait(open_round, put_at)
+        return wait(open_round)
 
     with pytest.raises(KeyboardInterrupt), patch.object(OpenRound, "_wait", interrupt):
         yield

@@ -105,7 +105,7 @@ class OpenRound:
         if manifest is None:
             self.add(self.mine, log.digest(self.mine.packed()))
             self.read_new()  # what the look beside the put has found: who comes last decides without another one
-            manifest = self._wait(ready_at)
+            manifest = self._wait()
         known_at = self.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
@@ -169,16 +169,19 @@ class OpenRound:
                 f"round {decided.round + 1} is another one in {run.store.address} than this worker has applied"
             )
 
-    def _wait(self, put_at: float) -> Manifest:
-        """Waits for the expected messages, and proposes; returns the round's manifest, whoever put it.
+    def _wait(self) -> Manifest:
+        """Once this worker's message is put: waits for the expected ones, and proposes; returns the round's manifest.
 
         After a wish to stop it waits for nobody longer than `late`.
         """
-        run = self._run
+        run, put_at = self._run, self.put_at
+        assert put_at is not None
         while True:
             missing, now = self.missing(), time.monotonic()
             until = max([put_at, *map(self.needs_until, missing)])
-            if missing and now < min(until, max(put_at, run.wish.heard_at)) + run.late:
+            if run.wish.is_heard:
+                until = min(until, max(put_at, run.wish.heard_at))
+            if missing and now < until + run.late:
                 if now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
                 due = max(self.needs_until(each, slack=1.0) for each in missing)

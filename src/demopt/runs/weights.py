@@ -352,7 +352,7 @@ class FolderRounds(Rounds):
         if self._save_before_end() or last is None:
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
-        if rest or last.row != turn % len(last.manifest.senders):
+        if rest or last.row is None or last.row != turn % len(last.manifest.senders):
             return
         if run.is_uploading:  # uploads that queue would slow all rounds down
             run.say_once(
