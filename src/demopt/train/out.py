@@ -73,10 +73,8 @@ class OutFolder:
         run = None
         with suppress(ValueError):  # of none; one that cannot be is told where it is opened
             named.append(("--run", run := full(config.run or "")))
-        root, places = (
-            self.root.resolve(),
-            {Path(os.path.realpath(place)) for place in written},
-        )  # even a link to itself
+        root = self.root.resolve()
+        places = {Path(os.path.realpath(place)) for place in written}  # even a link to itself
         for name, source in named:
             place = Path(source or "").resolve()
             if source not in (None, "", "bytes") and (place == root or places & {place, *place.parents}):
