@@ -13,9 +13,12 @@ from demopt.errors import ExchangeError, MessageError
 from demopt.runs import disk
 from demopt.runs.disk import Disk
 from demopt.runs.failures import StoreError
+from demopt.runs.key import Keyed
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="makes links and FIFOs")
 MESSAGE = "rounds/00000001/w-1.message"
+KEY = bytes(32)
+CHANGES_USERS = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="changes users")
 
 
 @pytest.fixture(params=["descriptors", "paths"])
@@ -170,34 +173,57 @@ def test_new_folders_have_the_mode_of_the_runs_own(tmp_path):
     Disk(tmp_path / "run").put_if_absent("rounds/1/a", b"x")
     for folder in ("rounds", "rounds/1", ".partial"):
         assert stat.S_IMODE((tmp_path / "run" / folder).stat().st_mode) == 0o3770
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE((tmp_path / "run" / "rounds" / "1" / "a").stat().st_mode) == 0o666 & ~umask
+    assert stat.S_IMODE((tmp_path / "run" / "rounds" / "1" / "a").stat().st_mode) == 0o640
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="changes users")
+def as_user(place, user, umask, call):
+    """Makes a call as another user of one group, to whom the test's own folders are opened."""
+    for folder in (*place.parents, place):
+        if stat.S_IMODE(folder.stat().st_mode) & 0o011 == 0 and folder.owner() == "root":
+            folder.chmod(folder.stat().st_mode | 0o011)
+
+    def become_and_call():
+        os.setgroups([])
+        os.setgid(4321)
+        os.setuid(user)
+        os.umask(umask)
+        call()
+
+    assert forked.code_of(become_and_call) == 0
+
+
+@CHANGES_USERS
+def test_users_of_any_umask_share_a_run_and_an_object_that_is_closed_to_others_is_none(tmp_path):
+    name, others, own = tmp_path / "run" / MESSAGE, b"x" * 40, Keyed(Disk(tmp_path / "run"), KEY)
+    (tmp_path / "run").chmod(0o777)
+    as_user(tmp_path, 1001, 0o077, lambda: Disk(tmp_path / "run").put_if_absent(MESSAGE, others))
+
+    def read():
+        assert Disk(tmp_path / "run").get(MESSAGE, 99) == others
+
+    def refuse():
+        with pytest.raises(MessageError, match="cannot be read by this user"):
+            Disk(tmp_path / "run").get(MESSAGE, 99)
+        assert own.put_if_absent(MESSAGE, b"own")  # under its second name
+        assert own.get(MESSAGE, 99) == b"own"
+
+    as_user(tmp_path, 1002, 0o077, read)
+    name.chmod(0)
+    as_user(tmp_path, 1002, 0o077, refuse)
+
+
+@CHANGES_USERS
 def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wrote(tmp_path):
     """The recipe of docs/folder.md: two users of one group, chmod 3770."""
-    for place in (*tmp_path.parents, tmp_path):  # the test's own folders may be closed to others
-        if stat.S_IMODE(place.stat().st_mode) & 0o011 == 0 and place.owner() == "root":
-            place.chmod(place.stat().st_mode | 0o011)
     for made in ("run", "run/.partial", "run/rounds", "run/rounds/1"):
         (tmp_path / made).mkdir()
         os.chown(tmp_path / made, 0, 4321)
         (tmp_path / made).chmod(0o3770)
 
-    def as_user(user, call):
-        def become_and_call():
-            os.setgroups([])
-            os.setgid(4321)
-            os.setuid(user)
-            os.umask(0o027)
-            call()
-
-        assert forked.code_of(become_and_call) == 0
-
     def put(user, name):
-        as_user(user, lambda: Disk(tmp_path / "run").put_if_absent(f"rounds/{name}", f"of {user}".encode()))
+        as_user(
+            tmp_path, user, 0o027, lambda: Disk(tmp_path / "run").put_if_absent(f"rounds/{name}", f"of {user}".encode())
+        )
 
     def delete():
         with pytest.raises(ExchangeError, match="access denied"):
@@ -209,5 +235,5 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
 
     for user, name in ((1001, "1/a"), (1002, "1/b"), (1002, "1/c"), (1002, "2/b"), (1001, "2/a")):
         put(user, name)
-    as_user(1002, delete)
-    as_user(1002, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"]))  # who made a folder can
+    as_user(tmp_path, 1002, 0o027, delete)
+    as_user(tmp_path, 1002, 0o027, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"]))  # who made a folder can

@@ -9,7 +9,21 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EBADF, EINVAL, ELOOP, EMLINK, ENOSYS, ENOTCONN, ENOTDIR, ENOTSUP, ENXIO, EOPNOTSUPP, EPERM, EXDEV
+from errno import (
+    EACCES,
+    EBADF,
+    EINVAL,
+    ELOOP,
+    EMLINK,
+    ENOSYS,
+    ENOTCONN,
+    ENOTDIR,
+    ENOTSUP,
+    ENXIO,
+    EOPNOTSUPP,
+    EPERM,
+    EXDEV,
+)
 from pathlib import Path
 
 from demopt.errors import MessageError
@@ -149,20 +163,19 @@ class Disk(Store):
                     raise
             with suppress(FileExistsError):
                 os.mkdir(place, dir_fd=here)
-                self._adopt(place, here)
+                if here is not None:
+                    made = os.open(place, _FOLDER, dir_fd=here)
+                    try:
+                        self._adopt(made, 0o7777)
+                    finally:
+                        os.close(made)
+                    _keep(here)
         raise AssertionError
 
-    def _adopt(self, place: str, here: int | None) -> None:
-        """Gives a new folder the mode of the run's own, so that several users can share a run; and keeps it."""
-        if here is None:
-            return
-        made = os.open(place, _FOLDER, dir_fd=here)
-        try:
-            with suppress(OSError):  # a disk without modes
-                os.fchmod(made, stat.S_IMODE(os.stat(self._root).st_mode))
-        finally:
-            os.close(made)
-        _keep(here)
+    def _adopt(self, made: int, bits: int) -> None:
+        """Gives what is new these bits of the run's own mode, so that several users, of any umask, can share a run."""
+        with suppress(OSError):  # a disk without modes
+            os.fchmod(made, stat.S_IMODE(os.stat(self._root).st_mode) & bits)
 
     def _link(self, data: bytes, leaf: str, here: int | None) -> bool:
         """Writes a file aside and links it; returns whether nothing had the name."""
@@ -173,6 +186,8 @@ class Disk(Store):
             try:
                 file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=there)
                 with open(file, "wb") as written:
+                    if there is not None:
+                        self._adopt(file, 0o644)
                     written.write(data)
                     written.flush()
                     os.fsync(file)
@@ -232,6 +247,8 @@ def _content(leaf: str, here: int | None, most: int, name: str) -> bytes | None:
     except OSError as error:
         if error.errno in (ELOOP, ENXIO, EMLINK):
             raise MessageError(f"{name} is no file") from None
+        if error.errno == EACCES and here is not None:  # on Windows somebody may have it open
+            raise MessageError(f"{name} cannot be read by this user") from None
         raise
     try:
         found = os.fstat(file)
