@@ -287,7 +287,8 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     assert len(machines.reach(5).reading.held) == 2
     machines.kill(second)
     third = machines.join("third", at=6)
-    machines.reach(9)
+    assert len(machines.reach(9).members) == 2  # nobody waits for the dead any more
+    (machines.allowed / GONE).unlink()  # who leaves is in its last round: otherwise others read again what it has read
     machines.leave(first, "first", until=11)  # it may have asked for round 10 already
     machines.manifest(10)
     assert re.search(r"epoch 0\.\d\d of 1  ", machines.told("status"))
