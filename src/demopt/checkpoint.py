@@ -183,11 +183,8 @@ class OptimizerState:
 
 
 def _read_entry(entry: Any) -> Mapping[str, Any]:
-    """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0.
-
-    With `allow_partial_load`, newer torch leaves None where the checkpoint has nothing.
-    """
-    if entry is None:
+    """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
+    if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
         return {"values": {}, "sharded": []}
     found = vars(entry) if isinstance(entry, _Entry) else entry
     match found:

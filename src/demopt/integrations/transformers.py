@@ -33,7 +33,7 @@ class DeMoCallback(TrainerCallback):
     def __init__(self) -> None:
         self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
         self._first = TrainerCallback()  # comes before others, such as wandb's, which may export the final model
-        self._first.on_train_end = self.on_train_end
+        self._first.on_train_end = self.on_train_end  # which changes nothing the second time
         self._last = TrainerCallback()  # comes after the user's callbacks, which may decide to save or evaluate
         vars(self._last).update(dict.fromkeys(("on_step_end", "on_epoch_end", "on_log"), self.on_step_end))
 
@@ -66,7 +66,7 @@ class DeMoCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Runs the last round; the best checkpoint, if it was loaded, replaces the weights instead. Once is enough."""
+        """Runs the last round; the best checkpoint, if it was loaded, replaces the weights instead."""
         optimizer = _checked(parts["optimizer"])
         if not isinstance(optimizer, LocalDeMo):
             return

@@ -49,9 +49,7 @@ class LocalWeights(Follower):
         self.parameters = list(parameters)
         self._state_device = state_device  # of global weights and starts; None: that of each parameter
         self._staging = Staging()
-        self._extracted_from: dict[
-            Tensor, Tensor
-        ] = {}  # local weights, `here`, whose D a message has, until it is sent
+        self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of a message until it is sent
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self.steps = 0  # local ones that no message has
@@ -218,7 +216,7 @@ class LocalWeights(Follower):
             yield
         finally:  # some may have come before an error
             with uninterrupted():
-                if self.start_of is start and self._hash_of_global() == before:
+                if self.start_of is start and self._hash_of_global() == before:  # neither dropped nor moved
                     self.start_of = held
                 elif self.steps:
                     self.land()

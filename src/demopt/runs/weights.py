@@ -333,7 +333,7 @@ class FolderRounds(Rounds):
                 self.take(covering)
             if outcome.ending == "applied":
                 replicator.apply(messages)
-            else:  # weights from elsewhere have this worker's message, if it is listed
+            else:  # the run's weights have this worker's message, if it is listed
                 replicator.mark_applied()
             self.run.end_round(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
