@@ -522,6 +522,13 @@ class FolderExchange(VaryingExchange):
             self._said.add(text)
             self.say(text)
 
+    def say_that_copies_part(self) -> None:
+        """Tells the user, once, why workers of a run may follow different manifests."""
+        self.say_once(
+            f"workers follow different manifests; {self.store.address} may be one of several copies that a program "
+            "keeps alike (Syncthing, Dropbox): a run needs one folder for all"
+        )
+
 
 def _as_json(name: str, value: Any, most: int) -> Any:
     """Returns a copy of a value; ValueError if it is not of JSON's types, or takes more than `most` bytes."""

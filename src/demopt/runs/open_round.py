@@ -257,6 +257,7 @@ class OpenRound:
                     f"it has {len(sent.body):,} bytes, this layout's have {size:,}: truncated, or another one"
                 )
             if sent.before != log.digest_of(self._attached.decided):
+                self._run.say_that_copies_part()
                 raise MessageError("it follows another manifest of the round before")
             mine = self._attached.envelope
             if None not in (mine.weights, sent.weights) and sent.weights != mine.weights:

@@ -471,6 +471,7 @@ class FolderRounds(Rounds):
             raise MessageError("the manifest of round 0 is damaged: it follows another one") from error
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
+        run.say_that_copies_part()
         # The manifest before is `before` in the store now; the run went on, if it did, from `chosen`.
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
         chosen, least = after.before if after else before.digest, 0
