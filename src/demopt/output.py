@@ -10,10 +10,12 @@ from demopt.errors import printable
 
 
 class Outlet(io.RawIOBase):
-    """The file below a stream, which drops what it cannot take; `lost` says why, unless the reader has left."""
+    """The file below a stream, which drops what it cannot take; `lost` says why, or is empty: the reader has left."""
+
+    lost: str | None = None
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.lost = stream, ""  # without `stream` the file would be closed
+        self._stream = stream  # without `stream` the file would be closed
         self._file = file = getattr(stream.buffer, "raw", stream.buffer)
         self.isatty, self.fileno = file.isatty, file.fileno  # type: ignore[method-assign]
 
@@ -36,6 +38,12 @@ def open_outlets() -> Outlet:
         buffer = io.BufferedWriter(outlet := Outlet(stream))
         setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True))
     return outlet
+
+
+def is_read() -> bool:
+    """Whether stdout has taken all so far: a command that shows something again and again ends where nobody reads."""
+    below = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return not isinstance(below, Outlet) or below.lost is None
 
 
 def tell(text: str, code: int = 0) -> int:

@@ -19,15 +19,18 @@ from unittest.mock import Mock
 import pytest
 import servers
 from test_reading import lost
+from workers import Worker
 
 import forked
 import models
 from demopt.errors import ExchangeError
+from demopt.output import open_outlets
 from demopt.runs import log
 from demopt.runs.key import Keyed, read_key
 from demopt.runs.stop import STOP
 from demopt.runs.store import open_store
 from demopt.train.runs import worker
+from demopt.train.runs.command import status
 from forked import LIMIT, wait_for
 
 SMALL = f"{forked.TINY} --warmup 3 --checkpoint-every 4 --keep-log --late 1".split()
@@ -405,6 +408,18 @@ def test_mistakes_are_told_in_one_line(machines, command, words, told, monkeypat
     data = [*machines.data, "--out", machines.place / "out"] if words[0] == "train" else []
     assert told in command(*given, *data, code=2)
     assert words[1] != "RUN" or not Path(machines.run).exists()
+
+
+def test_status_that_is_shown_again_and_again_ends_once_nobody_reads_it(tmp_path, monkeypatch):
+    Worker(tmp_path, 0).join()
+    monkeypatch.setattr("demopt.train.runs.command.WATCH_SECONDS", 0.0)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)  # `open_outlets` replaces both
+        open_outlets()
+        assert status(str(tmp_path), watch=True) == 0
 
 
 def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replayed(machines, command):

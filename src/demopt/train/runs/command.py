@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from demopt.output import is_read
 from demopt.train.config import InputError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def status(
                 console.print(shown(found))
             else:
                 live.update(shown(found), refresh=True)
-            if not watch or found["state"] != "open":
+            if not watch or found["state"] != "open" or not is_read():
                 return 0
             time.sleep(WATCH_SECONDS)
 
