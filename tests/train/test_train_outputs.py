@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from train_runs import STEPS, metrics
 
+import forked
 from demopt.exchange.interface import all_reduce_bytes
 from demopt.train import report, screen
 from demopt.train.config import InputError, TrainConfig, read_file
@@ -138,6 +139,14 @@ def test_output_that_cannot_be_written_is_told_and_no_reader_is_no_mistake(where
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stderr == code * "demopt: stdout cannot be written: No space left on device\n"
     assert (done.returncode, done.stdout) == (code, "")
+
+
+@pytest.mark.parametrize("size", ["0", "x", "9" * 20])
+def test_size_of_a_terminal_that_is_none_is_ignored(size, monkeypatch):
+    usual = forked.demopt("--help").stdout
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, size)
+    assert forked.demopt("--help").stdout == usual
 
 
 @pytest.fixture
