@@ -261,6 +261,26 @@ def test_object_that_a_cache_gives_half_or_not_at_all_is_read_again(store, endin
     assert cache.known
 
 
+@pytest.mark.parametrize("key", [None, bytes(32)])
+@pytest.mark.parametrize("body", [b"", b"<html>"])
+@pytest.mark.parametrize("ending", ["/manifest", ".message"])
+def test_false_answer_for_an_object_that_is_absent_is_none(ending, body, key):
+    store, false = ObjectStore(), set()
+    sleeper, first = joined(store, key=key, checkpoint_every=1)
+    first.round(4)  # the first messages are deleted
+
+    def answer(name, most, get=store.get):
+        found = get(name, most)
+        is_false = found is None and name.endswith(ending) and name not in false
+        false.add(name)
+        return body if is_false else found
+
+    store.get = answer
+    assert sleeper.round(2).rounds == 5
+    assert Worker(store, 2, key=key).join().digest == sleeper.digest
+    assert any(name.endswith(ending) for name in false)
+
+
 @pytest.mark.usefixtures("still")
 def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_left_out():
     store = ObjectStore()

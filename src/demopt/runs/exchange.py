@@ -216,7 +216,8 @@ class FolderExchange(VaryingExchange):
             wanted = Record(mine, __version__, facts, pairs, groups, **self._new_run)
             log.check_races(self.store, wanted, self.together)
             self.store.put_if_absent(log.checkpoint_name(wanted, 0), first())
-            record = log.put_record(self.store, wanted)
+            log.put_record(self.store, wanted)
+            record = self.wait_while_away(partial(log.read_record, self.store))
             if record.identity != mine:  # another worker was first
                 with suppress(ExchangeError):  # without the right to delete, it stays
                     self.store.delete([log.checkpoint_name(wanted, 0)])
@@ -385,11 +386,8 @@ class FolderExchange(VaryingExchange):
                 return data
 
             def get() -> bytes | None:
-                try:
-                    if data := self.store.get(name, most):
-                        return named(data)
-                except MessageError:  # a cache may have given a part of it as the whole: it is read again
-                    return self.store.read(name, most, named)
+                if data := log.read(self.store, name, most, named):
+                    return data
                 if log.newest(self.store, manifest.run)[0] > manifest.round:
                     raise CoveredError(f"{name} is gone, and a checkpoint has its round")
                 return None

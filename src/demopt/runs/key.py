@@ -59,7 +59,7 @@ class Keyed(Store):
                 raise ForeignError(error.reason) from None
             return found
 
-    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
+    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
         """As `Store`. A name that holds a foreign object for seconds, and not for a moment, is a stranger's."""
         if name in self._foreign:
             second = self._second(name)

@@ -231,13 +231,12 @@ def folder_of(number: int) -> str:
 
 def read_record(store: Store) -> Record | None:
     """Returns the run in a store; None if there is none. MessageError if it is of another format."""
-    return _parsed(store, RECORD, partial(_record, store.address))
+    return read(store, RECORD, MOST_JSON, partial(_record, store.address))
 
 
-def put_record(store: Store, record: Record) -> Record:
-    """Starts a run, or finds the one that is there; returns it."""
+def put_record(store: Store, record: Record) -> None:
+    """Starts a run, unless one is there."""
     store.put_if_absent(RECORD, json.dumps(asdict(record)).encode())
-    return store.read(RECORD, MOST_JSON, partial(_record, store.address))
 
 
 def check_races(store: Store, record: Record, together: Callable[[list[Callable[[], bool]]], list[bool]]) -> None:
@@ -302,7 +301,7 @@ def manifest_name(number: int) -> str:
 def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
     """Returns a round's manifest; None if the round is open."""
     try:
-        return _parsed(store, manifest_name(number), lambda data: _manifest(data, run, number))
+        return read(store, manifest_name(number), MOST_JSON, lambda data: _manifest(data, run, number))
     except ForeignError:
         return None  # a stranger's: for those with the key the round is open
 
@@ -343,9 +342,9 @@ def reached(store: Store, manifest: Callable[[int], Manifest | None]) -> list[in
 
 def newest(store: Store, run: str) -> tuple[int, Manifest | None]:
     """Returns the newest checkpoint's round and the manifest before it, without which a checkpoint is a stranger's."""
-    read = cache(partial(read_manifest, store, run))
-    for number in filter(None, reversed(reached(store, read))):
-        if (before := read(number - 1)) is not None:
+    manifest = cache(partial(read_manifest, store, run))
+    for number in filter(None, reversed(reached(store, manifest))):
+        if (before := manifest(number - 1)) is not None:
             return number, before
     return 0, None
 
@@ -364,13 +363,16 @@ def pieces(store: Store, numbers: Iterable[int]) -> list[str]:
 # Checking what others wrote
 
 
-def _parsed(store: Store, name: str, parse: Callable[[bytes], T]) -> T | None:
-    """Returns an object, parsed, or None. A damaged one is read again: a cache may give a part of it as the whole."""
+def read(store: Store, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
+    """Returns an object, parsed, or None. A damaged one is read again.
+
+    A cache may give a part of it as the whole, and a proxy its own page for one that is absent.
+    """
     try:
-        found = store.get(name, MOST_JSON)
+        found = store.get(name, most)
         return None if found is None else parse(found)
     except MessageError:
-        return store.read(name, MOST_JSON, parse)
+        return store.read(name, most, parse)
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:

@@ -36,12 +36,10 @@ class Store(ABC):
     def get(self, name: str, most: int) -> bytes | None:
         """Returns an object, or None if it is absent. MessageError if it has more than `most` bytes: it is not read."""
 
-    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
-        """Returns an object that is known to be there, parsed. Reads may lag: StoreError if it is absent."""
+    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
+        """Returns an object that was damaged, parsed; None if it is absent now."""
         found = self.get(name, most)
-        if found is None:
-            raise StoreError(f"{self.address}: {name} was there and is gone, or cannot be read yet")
-        return parse(found)
+        return None if found is None else parse(found)
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -147,8 +145,8 @@ class Patient(Store):
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat("get", lambda: self.inner.get(name, most))
 
-    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
-        """As `Store`, but repeated: until the object is there, and for two seconds if it is damaged."""
+    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
+        """As `Store`, but repeated for two seconds while it is damaged."""
         return self._repeat("get", lambda: self.inner.read(name, most, parse), _DAMAGED)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
