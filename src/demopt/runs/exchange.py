@@ -129,15 +129,15 @@ class FolderExchange(VaryingExchange):
         self.unsent = 0  # sequences in its error and local steps: the trainer adds those that it has trained on
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
-        # The run as this worker's weights have it. `FolderRounds` sets it where they come from a checkpoint, and
-        # `find_or_start` where they come from a state:
-        self.joined = False  # it has the run's weights
+        # The place of this worker's weights in the run, which `move_to` sets:
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
-        self.last: FolderOutcome | None = None  # of the last round that this worker sent a message for
-        self.left_out = 0  # rounds in a row, also those that moved nothing
-        self.stopping = False  # the run was stopped
+        self.stopping = False  # the run was stopped, since this worker has joined
+        # The rounds that this worker sent a message for, which `end_round` notes:
+        self.last: FolderOutcome | None = None  # of the last one
+        self.left_out = 0  # of how many in a row, also of those that moved nothing
         # Its own, and that of its rounds:
+        self.joined = False  # it has the run's weights
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
@@ -183,6 +183,25 @@ class FolderExchange(VaryingExchange):
         self._replicator = replicator
         return FolderRounds(replicator, self, moments)
 
+    # Its end
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether these weights have all rounds of the run: its sequences are all read, or there are `rounds`."""
+        if self.total:
+            return self.all_read
+        return self.rounds is not None and self.decided is not None and self.decided.round + 1 >= self.rounds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, by all that this worker knows."""
+        return self.stopping or self.is_complete
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this worker sends messages after the next one, as it is now; its last one may not say so."""
+        return not (self.leaving or self.asked_to_stop() or self.is_over)
+
     # Joining
 
     def find_run(self) -> Record:
@@ -196,7 +215,7 @@ class FolderExchange(VaryingExchange):
     def find_or_start(
         self, number: int, facts: dict[str, str], config_facts: Any, groups: list[Any], first: Callable[[], bytes]
     ) -> bool:
-        """Starts the run, or joins the one that is there; whether it has started it. Sets `decided`.
+        """Starts the run, or joins the one that is there, at the place of round `number`; whether it has started it.
 
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
@@ -227,7 +246,7 @@ class FolderExchange(VaryingExchange):
             f"{self.worker} is at round {number}, the run in {self.store.address} is not so far: it is an older copy; "
             "restore the newer one, or go on from this one without the worker's state (delete state.pt in --out)"
         )
-        self.decided = self.wait_for(read, later) if number else None
+        self.move_to(self.wait_for(read, later) if number else None, stops=False)
         known, self._record = self._record, record
         if known is None or self.stopping:  # otherwise a wish since it has found the run is for this worker, too
             self.wish.begin(record.identity)
@@ -422,10 +441,8 @@ class FolderExchange(VaryingExchange):
         self.left_out = self.left_out + 1 if was_late else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
-        if outcome.ending == "applied":  # otherwise a checkpoint gives it
-            self.decided = manifest
-        self.round_began = outcome.known_at
-        self._obey(manifest)
+        if outcome.ending == "applied":
+            self.move_to(manifest, manifest.stop, outcome.known_at)
         if self._overlooked_rounds == 2:
             self.say(
                 f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, lacks "
@@ -437,19 +454,18 @@ class FolderExchange(VaryingExchange):
                 "what they have sent counts later"
             )
 
-    def follow(self, manifest: Manifest) -> None:
-        """Notes that a round was applied for which this worker sent nothing."""
-        self.decided, self.round_began = manifest, time.monotonic()
-        self._obey(manifest)
+    def move_to(self, decided: Manifest | None, stops: bool, known_at: float | None = None) -> None:
+        """Notes the place that the weights have moved to: after the round of a manifest; None: before the first one.
 
-    def _obey(self, manifest: Manifest) -> None:
+        `stops`: a round on the way has ended the run. `known_at`: the time (monotonic) when it was known; None: now.
+        """
+        self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
-        self.stopping = self.stopping or manifest.stop or (self.wish.is_heard and self.misses > 8)
+        self.stopping = self.stopping or stops or (self.wish.is_heard and self.misses > 8)
 
     def has_stopped(self, decided: Manifest | None) -> bool:
         """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""
-        asked_in = self.wish.asked_in()
-        if decided is None or asked_in is None:
+        if decided is None or (asked_in := self.wish.asked_in()) is None:
             return False
         found = map(self.manifest, range(asked_in, decided.round + 1))
         return any(manifest is not None and manifest.stop for manifest in found)

@@ -61,7 +61,7 @@ class RunSampler:
         run.wanted = self.batch * optimizer.sync_every * ahead
         optimizer.join()
         read = len(run.numbers_read)  # in the local steps of a state
-        while not (run.all_read or run.stopping or run.leaving):
+        while not (run.is_over or run.leaving):
             numbers = run.take(self.batch)
             read = len(numbers) + (read if optimizer.local_steps else 0)
             if optimizer._settings["top_k"] is None:  # samples weigh signs of all coefficients

@@ -126,17 +126,6 @@ class FolderRounds(Rounds):
     def _number(self) -> int:
         return int(self.replicator.round_number)
 
-    @property
-    def _goes_on(self) -> bool:
-        """Whether this worker sends messages after the next one, as it is now; its last one may not say so."""
-        return not (self.run.leaving or self.run.asked_to_stop() or self._is_over)
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the run has ended, by all that this worker knows."""
-        run = self.run
-        return run.stopping or (run.all_read if run.total else run.rounds is not None and self._number >= run.rounds)
-
     # Joining
 
     @property
@@ -160,7 +149,6 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = wiring.facts(), replicator.options.config_facts(), groups
-        # Of a worker with a state this also sets `run.decided`, to the manifest before its round.
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, run="", before=""))
         if started:
             run.numbers_read.clear()  # of a state of another run
@@ -171,8 +159,8 @@ class FolderRounds(Rounds):
                 self._follow_run()
                 if self._may_have_sent:
                     self._drop_if_sent_since(self._sent_from)
-            run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
-            self._is_behind = False
+        run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
+        self._is_behind = False
         self._weights_of, self._loaded, self._may_have_sent = run.record.identity, None, False
         self._sent_from = max(self._sent_from, self._number)
         if not run.stopping:
@@ -287,12 +275,12 @@ class FolderRounds(Rounds):
     # A round
 
     def end_open_round(self) -> bool:
-        was_over = self._is_over
+        was_over = self.run.is_over
         if self.replicator.is_open:
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
-        return was_over or not self._is_over
+        return was_over or not self.run.is_over
 
     def exchange_and_apply(self) -> None:
         """Exchanges and applies the round, then catches up, if that went on without this worker.
@@ -325,19 +313,16 @@ class FolderRounds(Rounds):
         """Ends a round whose manifest is known, and for which this worker has sent a message."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
-        covering = self._newest_checkpoint(least=self._number + 1) if outcome.ending == "covered" else None
         # A message that is left out stays in the error, unless it was not finite, and never there.
         has_left = outcome.row is not None or not current.in_momentum
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            if covering is not None:
-                self.take(covering)
             if outcome.ending == "applied":
                 replicator.apply(messages)
-            else:  # the run's weights have this worker's message, if it is listed
+            else:  # the run's weights have this worker's message, if it is listed; they come later
                 replicator.mark_applied()
             self.run.end_round(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
-            self._is_behind = outcome.ending != "drifted" and (outcome.row is None or covering is not None)
+            self._is_behind = outcome.ending == "covered" or (outcome.ending == "applied" and outcome.row is None)
         if outcome.ending == "drifted":
             told = f"the weights of worker {self.run.worker} differ from those of {outcome.manifest.author}"
             remedy = "Call resync(), which takes the run's newest weights"
@@ -386,13 +371,13 @@ class FolderRounds(Rounds):
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        return self.run.misses > 0 and self._goes_on and not self.replicator.in_flight
+        return self.run.misses > 0 and self.run.goes_on and not self.replicator.in_flight
 
     def _catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
         with self.replicator.follower.moved_by_others():
             self._follow_run()
-        if self._goes_on:
+        if self.run.goes_on:
             self.run.hello(self._number)
         self._is_behind = False
         self._save_before_end()
@@ -414,7 +399,7 @@ class FolderRounds(Rounds):
             except CoveredError:
                 if not asks:
                     return
-                if load_seconds and self._goes_on:  # while it took the last one, its messages have gone, too
+                if load_seconds and run.goes_on:  # while it took the last one, its messages have gone, too
                     run.say_once(
                         f"the weights take {load_seconds:.0f} s to come, and the messages after them are gone by then: "
                         "the others are asked to wait (the run's --checkpoint-every is small for this link)"
@@ -427,7 +412,7 @@ class FolderRounds(Rounds):
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
                 rounds += 1
-                if asks and rounds > 3 and not rounds & (rounds - 1) and self._goes_on:
+                if asks and rounds > 3 and not rounds & (rounds - 1) and run.goes_on:
                     self._hello_ahead((time.monotonic() - began) / rounds)
 
     def next_manifest(self) -> Manifest | None:
@@ -444,7 +429,7 @@ class FolderRounds(Rounds):
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
             self.replicator.apply_missed(result, self.run.received_bytes - received)
-            self.run.follow(manifest)
+            self.run.move_to(manifest, manifest.stop)
 
     def _hello_ahead(self, seconds: float, more: float = 0.0) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
@@ -501,11 +486,10 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`."""
-        run = self.run
         for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
             tensor.copy_(value)
         self.replicator.round_number.fill_(checkpoint.number)
-        run.decided, run.stopping = checkpoint.before, run.stopping or checkpoint.has_stopped
+        self.run.move_to(checkpoint.before, checkpoint.has_stopped)
 
     def lent_moments(self) -> Moments:
         if self.moments():
@@ -543,6 +527,6 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._loaded, self._weights_of = self.run, saved, saved.run if saved else ""
         self._may_have_sent, run.joined, self._is_behind = saved is not None, False, False
-        run.decided = None  # `find_or_start` reads that of the state
+        run.move_to(None, stops=False)  # until `find_or_start` reads the state's manifest
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
         self._sent_from = saved.sent_from if saved else 0

@@ -281,9 +281,8 @@ class Worker(Training):
         if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
             self.optimizer.flush()
             self._hear(loss)
-            rounds, all_rounds = int(self.optimizer.replicator.round_number), self.run.rounds or math.inf
-            is_over = self.run.all_read or rounds >= all_rounds  # by others, while it was left out
-            if is_over or (self.run.stopping and self.number != self.config.steps):  # all end after that round
+            # Others may have completed it while this one was left out. After a stop only its last steps are sent.
+            if self.run.is_complete or (self.run.stopping and self.number != self.config.steps):
                 return self.optimizer.stats
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
         self.run.note |= {**self._validated, "speed": self.speed, "before": self._sequences}
