@@ -16,7 +16,7 @@ from demopt.runs import store as store_module
 from demopt.runs.disk import Disk
 from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
 from demopt.runs.stop import put_stop
-from demopt.runs.store import ObjectStore, Patient, open_store
+from demopt.runs.store import ClosedError, ObjectStore, Patient, open_store
 
 NUMBERS = {
     "disk is full": errno.ENOSPC, "read-only": errno.EROFS, "too long": errno.EFBIG, "it failed": errno.ENOMEM,
@@ -111,6 +111,20 @@ def test_broken_connection_has_its_row(words, endpoint, cause, monkeypatch):
         here = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint.format(here))
         check(words, lambda: open_store("s3://bucket/run").get("a", 9), cause)
+
+
+def test_object_that_alone_cannot_be_read_is_no_wrong_setting(monkeypatch):
+    closed = {"run/stop"}
+    with small_s3(monkeypatch, lambda _, key: (403, error("InvalidObjectState")) if key in closed else None) as objects:
+        store, objects["run/run"] = open_store("s3://bucket/run"), b"x"
+        with pytest.raises(
+            ClosedError, match=r"^stop cannot be read, though run can: .*\(403 InvalidObjectState: told"
+        ):
+            store.get("stop", 9)
+        closed.add("run/run")
+        for name in ("stop", "run"):
+            with pytest.raises(StoreError, match="access denied"):
+                store.get(name, 9)
 
 
 def test_silent_server_is_not_one_without_a_connection(monkeypatch):

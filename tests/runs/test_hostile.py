@@ -25,7 +25,7 @@ from demopt.runs.disk import Disk
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.stop import put_stop, read_stop
-from demopt.runs.store import ObjectStore, StoreError, open_store
+from demopt.runs.store import ClosedError, ObjectStore, StoreError, open_store
 from demopt.train.runs.status import status_of
 
 KEY = bytes(range(32))
@@ -100,6 +100,30 @@ def test_message_that_is_listed_and_cannot_be_read_halts_no_round(listed, key):
     first, second = joined(store, key=key)
     rounds(first, second)
     assert (first.run.last.row, second.digest) == (0, first.digest)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_object_that_alone_cannot_be_read_halts_nobody_unless_all_need_it(key):
+    store = ObjectStore()
+    first, second = joined(store, key=key)
+    closed = {"stop", *(f"rounds/00000000/{name}" for name in ("w0.message", "w9.message", "w9.hello"))}
+    for name in closed:
+        store.put_if_absent(name, b"")
+
+    def get(name, most, get=store.get):
+        if name in closed:
+            raise ClosedError(f"{name} cannot be read")
+        return get(name, most)
+
+    store.get = get
+    together([first, second], 3)
+    for each in (first, second):
+        each.optimizer.resync()
+    assert first.digest == second.digest
+    closed.add(name := log.manifest_name(first.rounds))
+    with pytest.raises(DemoptError, match=f"{name} cannot be read"):
+        together([first, second], first.rounds + 1)
+    assert not any(each.startswith("manifest~") for each in store.list(log.folder_of(first.rounds)))
 
 
 @pytest.mark.parametrize("depth", [39, 600, 100_000])

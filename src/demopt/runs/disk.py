@@ -28,10 +28,9 @@ from pathlib import Path
 
 from demopt.errors import MessageError
 from demopt.runs.failures import GoneError, LinkError, told
-from demopt.runs.store import Store
+from demopt.runs.store import RUN, Store
 
 _NO_LINKS = {EPERM, ENOSYS, ENOTSUP, EOPNOTSUPP, EXDEV, EMLINK, EINVAL}
-_RUN = "run"  # the object that tells one run from another
 _PARTIAL = ".partial"  # where files are written before they are linked
 _LEFT = 86_400.0  # seconds after which a killed process's file there is deleted
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")  # not on Windows
@@ -67,7 +66,7 @@ class Disk(Store):
                         found = _content(f"{leaf}~", here, most, name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            if name == _RUN and self._run is None:
+            if name == RUN and self._run is None:
                 self._run = found or None
             return found or None
 
@@ -76,7 +75,7 @@ class Disk(Store):
             # An object has bytes, so an empty file is none. Deleting it would race; a second name does not.
             for each in (leaf, f"{leaf}~"):
                 if _size(each, here) is None and self._link(data, each, here):
-                    if name == _RUN:
+                    if name == RUN:
                         self._run = data
                     return True
                 if _size(each, here):
@@ -133,7 +132,7 @@ class Disk(Store):
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise GoneError(*error.args) from error
             if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, when numbers change
-                run = _content(_RUN if here is not None else str(self._root / _RUN), here, 1 << 30, _RUN)
+                run = _content(RUN if here is not None else str(self._root / RUN), here, 1 << 30, RUN)
                 if self._run is not None and run != self._run:
                     raise GoneError("another folder is in its place")
                 self._opened_as = found

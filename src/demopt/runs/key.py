@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from demopt.errors import MessageError
-from demopt.runs.store import Store
+from demopt.runs.store import ClosedError, Store
 
 KEY_BYTES = 32
 TAG_BYTES = 32
@@ -54,6 +54,8 @@ class Keyed(Store):
             return at(self._second(name))
         try:
             return at(name)
+        except ClosedError:  # it may be the run's own, of a worker with other rights
+            raise
         except MessageError as error:
             if "/" not in name or (found := at(self._second(name))) is None:
                 raise ForeignError(error.reason) from None
@@ -73,7 +75,7 @@ class Keyed(Store):
         try:
             return self._inner.read(name, most + TAG_BYTES, opened)
         except MessageError as error:
-            if whole or "/" not in name:
+            if whole or "/" not in name or isinstance(error, ClosedError):
                 raise
             self._foreign.add(name)
             if (found := self.get(name, most)) is None:
@@ -88,8 +90,8 @@ class Keyed(Store):
             try:
                 self._inner.read(name, max(len(sealed), _MOST), lambda found: self._opened(name, found))
                 return False
-            except MessageError:
-                if "/" not in name:
+            except MessageError as error:
+                if "/" not in name or isinstance(error, ClosedError):
                     return False
                 self._foreign.add(name)
         return self._inner.put_if_absent(self._second(name), sealed)

@@ -24,7 +24,12 @@ _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address 
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from the server after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
+RUN = "run"  # the object that tells one run from another
 CLOUDS = ("s3", "gs", "az")
+
+
+class ClosedError(MessageError):
+    """One object cannot be read, though others can: by its own key or rights, or because it is archived."""
 
 
 class Store(ABC):
@@ -87,16 +92,28 @@ class ObjectStore(Store):
         self._cut: dict[str, int] = {}  # uploads of a name that took too long: the next one may take twice as long
 
     def get(self, name: str, most: int) -> bytes | None:
+        found = self._found(name)
+        if found is None:
+            return None
+        if found.meta["size"] > most:
+            raise MessageError(f"{name} has {found.meta['size']:,} bytes, and at most {most:,} were expected")
         with told(self.address):
-            try:
-                found = self._obstore.get(self._store, name)
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                    raise
-                return None
-            if found.meta["size"] > most:
-                raise MessageError(f"{name} has {found.meta['size']:,} bytes, and at most {most:,} were expected")
             return bytes(found.bytes())
+
+    def _found(self, name: str) -> Any:
+        """Asks for an object; returns the beginning of the answer, or None. ClosedError if only others can be read."""
+        try:
+            with told(self.address):
+                return self._obstore.get(self._store, name)
+        except StoreError as error:
+            cause = error.__cause__
+            if isinstance(cause, FileNotFoundError) and not re.search("NoSuchBucket|ContainerNotFound", str(cause)):
+                return None
+            if error.at_first and name != RUN:
+                with suppress(StoreError):
+                    if self._found(RUN):
+                        raise ClosedError(f"{name} cannot be read, though {RUN} can: {error}") from cause
+            raise
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE)) + self._cut.get(name, 0)
