@@ -6,6 +6,7 @@ import threading
 from unittest.mock import DEFAULT, Mock
 
 import pytest
+import servers
 from servers import error, small_s3
 from stores import Through
 from workers import at_first
@@ -42,7 +43,8 @@ SERVER = {
     "busy": (503, error("SlowDown")),
     "refuses the request": (400, error("InvalidRequest")),
 }
-ELSEWHERE = {"no server has this name", "no TLS", "impossible name", "no connection", "is silent"}  # tests below
+# Tests of these are below.
+ELSEWHERE = {"no server has this name", "no TLS", "impossible name", "no connection", "is silent", "a header"}
 
 
 def row(words):
@@ -125,6 +127,17 @@ def test_object_that_alone_cannot_be_read_is_no_wrong_setting(monkeypatch):
         for name in ("stop", "run"):
             with pytest.raises(StoreError, match="access denied"):
                 store.get(name, 9)
+
+
+@pytest.mark.parametrize("header", ["Content-Length", "ETag"])
+def test_header_that_a_server_leaves_out_is_told_at_once(header, monkeypatch):
+    send = servers._Handler.send_header
+    keep = lambda self, name, value: None if name == header else send(self, name, value)  # noqa: E731
+    with small_s3(monkeypatch) as objects:
+        monkeypatch.setattr(servers._Handler, "send_header", keep)
+        store, objects["run/run"] = open_store("s3://bucket/run"), b"x"
+        put, get = (lambda: store.put_if_absent("a", b"x")), (lambda: store.get("run", 9))
+        check("a header", put if header == "ETag" else get, f"{header} Header missing")
 
 
 def test_silent_server_is_not_one_without_a_connection(monkeypatch):

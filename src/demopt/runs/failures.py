@@ -80,6 +80,8 @@ TABLE = tuple(map(Failure._make, (
     ("InvalidPath", SETTINGS, "somebody put an object with an impossible name; delete it with the server's own tools"),
     ("NotImplemented|NotSupported|: 501 |If-None-Match|Content-MD5", NEVER,
      "this server lacks what a run needs: put if absent (If-None-Match); update it, or use another store"),
+    ("Header missing", SETTINGS,
+     "the server, or a proxy before it, leaves out a header that clients need; update it, or use another store"),
     ("PermissionDenied|AccessDenied|: 403 ", SETTINGS,
      "access denied; a worker gets, puts, lists and deletes objects below this address"),
     ("ConditionalRequestConflict|: 409 ", PASSES, "another put of the same object is under way"),
