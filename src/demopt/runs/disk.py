@@ -6,7 +6,6 @@ power; and of those that race, one wins. Whoever can write the folder can make l
 
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import (
@@ -179,14 +178,14 @@ class Disk(Store):
     def _link(self, data: bytes, leaf: str, here: int | None) -> bool:
         """Writes a file aside and links it; returns whether nothing had the name."""
         with self._at(f"{_PARTIAL}/{os.getpid()}-{os.urandom(8).hex()}", make=True) as (aside, there):
-            if not self._tidy:
-                self._tidy = True
-                self._delete_left(aside, there)
             try:
                 file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=there)
                 with open(file, "wb") as written:
                     if there is not None:
                         self._adopt(file, 0o644)
+                    if not self._tidy:
+                        self._tidy = True
+                        self._delete_left(aside, there, os.fstat(file).st_mtime)
                     written.write(data)
                     written.flush()
                     os.fsync(file)
@@ -201,12 +200,12 @@ class Disk(Store):
                 with suppress(FileNotFoundError):
                     os.unlink(aside, dir_fd=there)
 
-    def _delete_left(self, aside: str, there: int | None) -> None:
-        """Deletes what processes left that were killed in the middle of a put."""
+    def _delete_left(self, aside: str, there: int | None, now: float) -> None:
+        """Deletes what processes left that were killed in the middle of a put. `now`: by the disk's clock."""
         with os.scandir(os.path.dirname(aside) if there is None else there) as entries:
             for each in entries:
                 with suppress(OSError):
-                    if time.time() - each.stat(follow_symlinks=False).st_mtime > _LEFT:
+                    if now - each.stat(follow_symlinks=False).st_mtime > _LEFT:
                         os.unlink(each.path if there is None else each.name, dir_fd=there)
 
 
