@@ -1,8 +1,7 @@
 """Saved states: one rank's, read and checked; whose each is; those of all ranks in one; another number of ranks.
 
-A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
-the rank, the world size, the number of the shard and of shards if a parameter is sharded inside a node, and the number
-of entries that the parameter has. A consolidated state also holds the entries of each rank, under "ranks".
+What a state has of a parameter is a `SavedParameter`. Some parts of it are equal on all ranks, and some are of the rank
+that `SavedBy` names. A consolidated state has the former once, and the latter of each rank under "ranks".
 
 Among another number of ranks, each takes the mean of the old states that overlap with its share (docs/checkpoints.md):
 of momenta, of errors, and of pseudo-gradients that no round has carried so far. All other per-rank state, that of
@@ -16,7 +15,7 @@ import zipfile
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,77 +44,84 @@ _REMEDY = (
 )
 
 
-class Part(NamedTuple):
-    """A part of a parameter's state. An entry of LocalDeMo is its inner optimizer's, too, which may have a "step"."""
-
-    in_local: str  # its name in an entry of LocalDeMo
-    own: bool = False  # one rank's; otherwise equal on all ranks
-    of_weights: bool = False  # of `LocalWeights`; otherwise the replicator's
-    averaged: bool = False  # when another number of ranks takes it over
-
-
-PARTS = {  # by name in the replicator and in `SavedParameter`
-    "momentum": Part("error", own=True, averaged=True),
-    "step": Part("round"),
-    **{name: Part(f"outer_{name}") for name in RULE_STATE},
-    **{name: Part(name, own=True) for name in (SAVED_BY, *OF_OWNERS)},
-    **{name: Part(name, of_weights=True) for name in ("global", "local_steps", "transform")},
-    **{name: Part(name, own=True, of_weights=True, averaged=True) for name in ("local", "start")},
+#: The names of the replicator's parts in a state of LocalDeMo, by those that they have in `Replicator.state` and in a
+#: state of DeMo: in the former an entry is the inner optimizer's, too, which may have a "step".
+NAMES_IN_LOCAL = {
+    **{name: f"outer_{name}" for name in RULE_STATE},
+    "step": "round",
+    "momentum": "error",
+    **{name: name for name in (*OF_OWNERS, SAVED_BY)},
 }
-_BY_LOCAL = {part.in_local: name for name, part in PARTS.items()}
+OF_WEIGHTS = ("global", "local_steps", "transform", "local", "start")  # only LocalDeMo has these parts
+OF_ONE_RANK = ("momentum", *OF_OWNERS, SAVED_BY, "local", "start")  # all other parts of ours are equal on all ranks
+_OURS_IN_LOCAL = {*NAMES_IN_LOCAL.values(), *OF_WEIGHTS}
 _OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has in the entry
 
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What an optimizer's state holds of one parameter: equal on all ranks, one rank's, and its inner optimizer's."""
+    """What a state holds of one parameter. Of one that a LocalDeMo has frozen, it may be `inner` alone."""
 
-    shared: dict[str, Any]
-    own: dict[str, Any]
-    inner: dict[str, Any]
+    replicator: dict[str, Any]  # as in `Replicator.state`
+    weights: dict[str, Any]  # of `LocalWeights.to_save`, with the transform in whose domain the error is; none of DeMo
+    inner: dict[Any, Any]  # the inner optimizer's; none of DeMo
 
     @staticmethod
-    def of(entry: Mapping[str, Any]) -> "SavedParameter":
-        """Reads an entry of the state of a DeMo, which has a momentum, or LocalDeMo, which has global weights."""
-        if "global" not in entry and "momentum" not in entry:  # another optimizer's, or of a frozen one its inner part
-            return SavedParameter({}, {}, _unprefixed(entry))
-        names = _BY_LOCAL if "global" in entry else {name: name for name in entry}
-        known = {names[given]: value for given, value in entry.items() if given in names}
-        own = {name: value for name, value in known.items() if name in PARTS and PARTS[name].own}
-        shared = {name: value for name, value in known.items() if name not in own}
-        return SavedParameter(shared, own, _unprefixed({k: value for k, value in entry.items() if k not in names}))
+    def of(entry: Mapping[Any, Any]) -> "SavedParameter":
+        """Reads an entry of a state, without what torch has added to it (`SavedBy`)."""
+        saved_by = SavedBy.of(entry)
+        if saved_by is None or len(entry) > saved_by.entries:
+            entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
+        if "momentum" in entry and "global" not in entry:  # of DeMo, maybe with parts that a script has put there
+            return SavedParameter(dict(entry), {}, {})
+        replicator = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
+        weights = {name: entry[name] for name in OF_WEIGHTS if name in entry}
+        inner = {}
+        for name, value in entry.items():
+            if name not in _OURS_IN_LOCAL:
+                inner[name.removeprefix(_OF_INNER) if isinstance(name, str) else name] = value
+        return SavedParameter(replicator, weights, inner)
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> dict[Any, Any]:
         """Writes it as an entry of a state."""
-        entry = {self.name_there(name): value for name, value in {**self.shared, **self.own}.items()}
+        entry: dict[Any, Any] = self.shared_entry()
+        entry |= {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
             # without global weights, `of` would take an entry with a "momentum" for one of DeMo
-            is_ours = name in (*_BY_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
+            is_ours = name in (*_OURS_IN_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
             entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()
         return entry
 
-    def name_there(self, name: str) -> str:
-        """Returns the name that the entry has for a shared or own part."""
-        return PARTS[name].in_local if "global" in self.shared else name
+    def shared_entry(self) -> dict[str, Any]:
+        """Writes what of the entry is equal on all ranks."""
+        return {self.name_in_entry(name): value for name, value in self.ours.items() if name not in OF_ONE_RANK}
 
     @property
-    def of_replicator(self) -> dict[str, Any]:
-        """The replicator's part."""
-        known = {**self.shared, **self.own}
-        return {name: each for name, each in known.items() if name not in PARTS or not PARTS[name].of_weights}
+    def ours(self) -> dict[str, Any]:
+        """All but the inner optimizer's part."""
+        return {**self.replicator, **self.weights}
 
-    def shared_entry(self) -> dict[str, Any]:
-        """What of the entry is equal on all ranks."""
-        return SavedParameter(self.shared, {}, {}).entry()
-
-
-def _unprefixed(entry: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {k.removeprefix(_OF_INNER) if isinstance(k, str) else k: value for k, value in entry.items()}
+    def name_in_entry(self, name: str) -> str:
+        """Returns the name that the entry has for a part of ours."""
+        return NAMES_IN_LOCAL.get(name, name) if self.weights else name
 
 
 # One rank's state, read
+
+
+def load_file(file: BinaryIO) -> StateDict:
+    """Returns the state in a file of `torch.save`, without running code. ValueError: it is damaged, or another file."""
+    try:
+        # torch reads past wrong checksums, and writes none if it is told so
+        if torch.serialization.get_crc32_options() and (broken := zipfile.ZipFile(file).testzip()):
+            raise ValueError(f"{broken} in it is damaged")
+        file.seek(0)
+        state: StateDict = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of zip, pickle or torch: none is documented
+        raise ValueError(first_line(error)) from None
+    return state
 
 
 def check_form(state: Any) -> None:
@@ -154,31 +160,29 @@ def read_state(
     Raises:
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
-    entries, found, lacking = state.get("state", {}), dict[Tensor, SavedParameter](), list[str]()
+    saved_of = {number: SavedParameter.of(entry) for number, entry in state.get("state", {}).items()}
+    found, lacking = dict[Tensor, SavedParameter](), list[str]()
     trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
-    if trains and not any("global" in entry if local else entry for entry in entries.values()):
+    if trains and not any(saved.weights if local else saved.replicator or saved.inner for saved in saved_of.values()):
         lacks = "global weights and error" if local else "momentum"
         inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if local else ""
         raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
     for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            entry = entries.get(number, {})
-            saved = SavedParameter.of(entry)
-            known = {**saved.shared, **saved.own}  # by the replicator's names: "error" is "momentum" here
-            ours = entry.keys() & _BY_LOCAL.keys() if local else entry  # by names as in the file
-            if not ours:  # it was frozen: there is nothing, or of a LocalDeMo its inner optimizer's part alone
+            saved = saved_of.get(number, SavedParameter({}, {}, {}))
+            if not (saved.ours or (saved.inner and not local)):  # it was frozen
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
-            _check_counts(saved, known, number)
-            if local and not {"global", "momentum", "step", "local_steps"} <= known.keys():
+            _check_counts(saved, number)
+            if local and not {"global", "momentum", "step", "local_steps"} <= saved.ours.keys():
                 raise ValueError(
                     f"the state of parameter {number} has no global weights and error: another optimizer saved it"
                 )
             if local:
-                _check_weights(known, parameter, settings[group_number].transform, number)
-            elif "global" in known:
+                _check_weights(saved.weights, parameter, settings[group_number].transform, number)
+            elif saved.weights:
                 raise ValueError(f"the state of parameter {number} was saved by another optimizer, a LocalDeMo")
-            _check_shapes(saved, parameter, settings[group_number], number)
+            _check_replicator(saved, parameter, settings[group_number], number)
             found[parameter] = saved
     if lacking:
         warn(
@@ -189,31 +193,33 @@ def read_state(
     return found
 
 
-def _check_counts(saved: SavedParameter, known: Entry, number: int) -> None:
+def _check_counts(saved: SavedParameter, number: int) -> None:
     """Raises ValueError unless the counters in a parameter's state are whole numbers."""
     for name in ("step", "local_steps", "transform", OWNER_START):
-        value = known.get(name, 0)
+        value = saved.ours.get(name, 0)
         is_plain = isinstance(value, Tensor) and value.dim() == 0 and value.layout == torch.strided
         count = value.item() if is_plain and not value.is_meta else value
         if not (isinstance(count, int | float) and 0 <= count < 1 << 62 and float(count).is_integer()):
-            raise ValueError(
-                f"the state of parameter {number} holds a {saved.name_there(name)} that is no whole number, or below 0"
-            )
+            named = saved.name_in_entry(name)
+            raise ValueError(f"the state of parameter {number} holds a {named} that is no whole number, or below 0")
 
 
-def _check_weights(known: Entry, parameter: Tensor, transform: str, number: int) -> None:
-    """Raises ValueError unless a LocalDeMo's error is of this transform, and its weights fit the parameter."""
-    saved = int(known.get("transform", TRANSFORM_NUMBERS[transform]))
+def _check_weights(weights: Mapping[str, Any], parameter: Tensor, transform: str, number: int) -> None:
+    """Raises ValueError unless a LocalDeMo's error is of this transform, and its weights fit the parameter.
+
+    Local weights need not be finite: their rank drops its steps since the start (`LocalWeights.keep`).
+    """
+    saved = int(weights.get("transform", TRANSFORM_NUMBERS[transform]))
     if saved != TRANSFORM_NUMBERS[transform]:
         named = {value: name for name, value in TRANSFORM_NUMBERS.items()}.get(saved, saved)
         raise ValueError(
             f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
             f"{transform!r}; build it with the transform that the state was saved with"
         )
-    came, mine = [_outline(known[name]) for name in ("global", "local", "start") if name in known], _outline(parameter)
+    came, mine = [_outline(weights[n]) for n in ("global", "local", "start") if n in weights], _outline(parameter)
     if came != [mine] * len(came):
         raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter has {mine}")
-    if not all(known[name].isfinite().all() for name in ("global", "start") if name in known):
+    if not all(weights[name].isfinite().all() for name in ("global", "start") if name in weights):
         raise ValueError(f"the weights of parameter {number} in the state are not finite")
 
 
@@ -226,20 +232,20 @@ def _outline(value: Any) -> list[int] | str:
     return list(local.shape) if is_plain and not local.is_meta else f"{local.layout} {local.dtype} on {local.device}"
 
 
-def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparameters, number: int) -> None:
+def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperparameters, number: int) -> None:
     """Raises ValueError unless momentum and rule's state are finite and fit a parameter with these settings."""
     cut = chunking(tuple(to_local(parameter).shape), settings.chunk, settings.chunking)
     length = math.prod(cut.chunk_shape)
-    entry, where = saved.of_replicator, f"the state of parameter {number}"
+    entry, where = saved.replicator, f"the state of parameter {number}"
     names = ("momentum", *RULE_STATE)  # also of rules of before, which a frozen parameter keeps
     for name in names:
         if name != "momentum" and name not in entry:
             continue
         expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
         if (came := _outline(entry.get(name))) != expected:
+            named = saved.name_in_entry(name)
             raise ValueError(
-                f"{where} (shape {list(parameter.shape)}) should hold a {saved.name_there(name)} of shape {expected}, "
-                f"but holds {came}: "
+                f"{where} (shape {list(parameter.shape)}) should hold a {named} of shape {expected}, but holds {came}: "
                 "it was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
@@ -253,7 +259,7 @@ def _check_shapes(saved: SavedParameter, parameter: Tensor, settings: Hyperparam
         least = 0.0 if name in (*AdamW.moments, *AdamW.weights) else -_LARGEST
         if name in entry and not ((entry[name] >= least) & (entry[name] <= _LARGEST)).all():
             told = "in the state is not finite, or out of range"
-            raise ValueError(f"the {saved.name_there(name)} of parameter {number} {told}")
+            raise ValueError(f"the {saved.name_in_entry(name)} of parameter {number} {told}")
 
 
 # The rank that saved a state
@@ -263,13 +269,13 @@ def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
     found, has_unmarked, lacks = set(), False, ""
     for parameter, saved in saved_of.items():
-        saved_by, entries = SavedBy.of(saved.own), len(saved.shared) + len(saved.own) + len(saved.inner)
+        saved_by, entries = SavedBy.of(saved.replicator), len(saved.ours) + len(saved.inner)
         if saved_by:
             found.add((saved_by[:4], (rank, world_size, *shard_of(parameter))))
             if not lacks and entries < saved_by.entries:
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {saved_by.entries} entries"
         else:
-            has_unmarked = has_unmarked or entries > 0
+            has_unmarked = True
     me = f"this is rank {rank} of {world_size}"
     savers = {theirs[:2] for theirs, _ in found}
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
@@ -293,77 +299,12 @@ def unmarked(state: StateDict) -> StateDict:
     return {**state, "state": {n: {k: v for k, v in entry.items() if k != SAVED_BY} for n, entry in entries}}
 
 
-# All ranks' states in one
-
-
-def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own and inner ones, by rank."""
-    shared = {number: SavedParameter.of(entry).shared_entry() for number, entry in mine["state"].items()}
-    return {**mine, "state": shared, RANKS: states}
-
-
 def savers_of(state: StateDict) -> dict[Any, SavedBy | None]:
     """Returns whose each parameter's state is, and of how many entries."""
     return {number: SavedBy.of(entry) for number, entry in state["state"].items()}
 
 
-def separated(state: StateDict) -> dict[int, StateDict]:
-    """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
-    shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}
-    return {
-        rank: {**rest, "state": {n: {**entry, **own.get("state", {}).get(n, {})} for n, entry in shared.items()}}
-        for rank, own in state.get(RANKS, {}).items()
-    }
-
-
-def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
-    """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
-
-    ValueError if a rank's part is missing, TypeError if one has no such form.
-    """
-    parts = state.get(RANKS, {})
-    if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
-        raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
-    if not parts:
-        return _clean(state)
-    for part in parts.values():
-        check_form(part)
-    return part_for({number: _clean(whole) for number, whole in separated(state).items()}, rank, world_size)
-
-
-def _clean(state: StateDict) -> StateDict:
-    """Leaves out the empty dicts that torch adds to a flattened state, and not those of the inner optimizer."""
-    found = {}
-    for number, entry in state.get("state", {}).items():
-        saved_by = SavedBy.of(entry)
-        torch_added = saved_by is None or len(entry) > saved_by.entries  # more than there were when it was saved
-        found[number] = {k: v for k, v in entry.items() if not (torch_added and isinstance(v, dict) and not v)}
-    return {**state, "state": found}
-
-
-def part_for(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
-    """Returns a rank's part of all ranks' states, which come by rank.
-
-    If another number of ranks saved them, that is its share, and rank 0 warns.
-    `old_size`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
-    """
-    if old_size is None:
-        marks = [SavedBy.of(entry) for state in states.values() for entry in state["state"].values()]
-        old_size = max((mark.world_size for mark in marks if mark), default=len(states))
-        missing = [str(rank) for rank in range(min(old_size, len(states) + 1)) if rank not in states]
-        if missing:
-            raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
-    if old_size == world_size:
-        return states[rank]
-    if rank == 0:  # the same on all ranks
-        warn(
-            f"the state was saved by {old_size} ranks, and there are {world_size} now: each takes over its share of "
-            "the unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
-        )
-    return share_of(states, rank, world_size, old_size)
-
-
-# Their way to one rank
+# All ranks' states in one
 
 
 def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tuple[dict[int, StateDict] | None, str]:
@@ -432,17 +373,59 @@ def _unshared_entries(state: StateDict) -> StateDict:
     return {"state": own}
 
 
-def load_file(file: BinaryIO) -> StateDict:
-    """Returns the state in a file of `torch.save`, without running code. ValueError: it is damaged, or another file."""
-    try:
-        # torch reads past wrong checksums, and writes none if it is told so
-        if torch.serialization.get_crc32_options() and (broken := zipfile.ZipFile(file).testzip()):
-            raise ValueError(f"{broken} in it is damaged")
-        file.seek(0)
-        state: StateDict = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of zip, pickle or torch: none is documented
-        raise ValueError(first_line(error)) from None
-    return state
+def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
+    """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own and inner ones, by rank."""
+    shared = {number: SavedParameter.of(entry).shared_entry() for number, entry in mine["state"].items()}
+    return {**mine, "state": shared, RANKS: states}
+
+
+# A rank's part of them
+
+
+def separated(state: StateDict) -> dict[int, StateDict]:
+    """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
+    shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}
+    return {
+        rank: {**rest, "state": {n: {**entry, **own.get("state", {}).get(n, {})} for n, entry in shared.items()}}
+        for rank, own in state.get(RANKS, {}).items()
+    }
+
+
+def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
+    """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
+
+    ValueError if a rank's part is missing, TypeError if one has no such form.
+    """
+    parts = state.get(RANKS, {})
+    if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
+        raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
+    if not parts:
+        return state
+    for part in parts.values():
+        check_form(part)
+    return part_for(separated(state), rank, world_size)
+
+
+def part_for(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
+    """Returns a rank's part of all ranks' states, which come by rank.
+
+    If another number of ranks saved them, that is its share, and rank 0 warns.
+    `old_size`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
+    """
+    if old_size is None:
+        marks = [SavedBy.of(entry) for state in states.values() for entry in state["state"].values()]
+        old_size = max((mark.world_size for mark in marks if mark), default=len(states))
+        missing = [str(rank) for rank in range(min(old_size, len(states) + 1)) if rank not in states]
+        if missing:
+            raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
+    if old_size == world_size:
+        return states[rank]
+    if rank == 0:  # the same on all ranks
+        warn(
+            f"the state was saved by {old_size} ranks, and there are {world_size} now: each takes over its share of "
+            "the unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
+        )
+    return share_of(states, rank, world_size, old_size)
 
 
 # Another number of ranks
@@ -465,48 +448,64 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
 
     For `reshard` they may be as many as the new ones.
     """
-    mine = overlaps(rank, world_size, old_size)
-    largest = max(mine, key=lambda old: mine[old])  # the first, if several have it
+    shares = overlaps(rank, world_size, old_size)
+    largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
     taken: dict[Any, Entry] = {}
     for number in states[largest]["state"]:
-        parts = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in mine}
+        saved_of = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in shares}
         try:
-            if world_size != old_size:
-                parts = {old: _without_owner(saved, old_size) for old, saved in parts.items()}
-            chosen = parts[largest]
-            own = dict(chosen.own)
-            for name, part in PARTS.items():
-                if part.averaged and any(name in saved.own for saved in parts.values()):
-                    own[name] = _mean([(_own_value(saved, name), mine[old]) for old, saved in parts.items()])
+            if world_size != old_size:  # chunks get other owners
+                saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
+            pairs = [(saved, shares[old]) for old, saved in saved_of.items()]
+            replicator, weights = dict(saved_of[largest].replicator), dict(saved_of[largest].weights)
+            if any("momentum" in saved.replicator for saved, _ in pairs):
+                replicator["momentum"] = _mean([(saved.replicator.get("momentum"), share) for saved, share in pairs])
+            if any("local" in saved.weights for saved, _ in pairs):
+                weights["local"] = _mean([(_local_of(saved.weights), share) for saved, share in pairs])
+            if any("start" in saved.weights for saved, _ in pairs):
+                weights["start"] = _mean([(_start_of(saved.weights), share) for saved, share in pairs])
         except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
-        if saved_by := SavedBy.of(own):
-            own[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
-        taken[number] = replace(chosen, own=own).entry()
+        if saved_by := SavedBy.of(replicator):
+            replicator[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
+        taken[number] = SavedParameter(replicator, weights, saved_of[largest].inner).entry()
     return {**states[largest], "state": taken}
-
-
-def _own_value(saved: SavedParameter, name: str) -> Any:
-    """Returns a rank's part that is averaged: it has left out weights that are the global ones.
-
-    A start never comes without local weights (`LocalDeMo.weights_differ`). Those that are not finite count as their
-    start: that rank would drop its steps (`LocalWeights.keep`).
-    """
-    if name == "momentum":
-        return saved.own.get(name)
-    start = saved.own.get("start", saved.shared["global"])
-    local = saved.own.get("local", saved.shared["global"])
-    return local if name == "local" and bool(local.isfinite().all()) else start
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     """Puts the owner's error into the rank's own."""
-    if OWNER_ERROR not in saved.own:
+    if OWNER_ERROR not in saved.replicator:
         return saved
-    momentum = saved.own["momentum"].clone()
-    add_owner_error(saved.own, momentum, old_size)
-    own = {name: value for name, value in saved.own.items() if name not in OF_OWNERS}
-    return replace(saved, own={**own, "momentum": momentum})
+    momentum = saved.replicator["momentum"].clone()
+    add_owner_error(saved.replicator, momentum, old_size)
+    rest = {name: value for name, value in saved.replicator.items() if name not in OF_OWNERS}
+    return replace(saved, replicator={**rest, "momentum": momentum})
+
+
+def _start_of(weights: Mapping[str, Any]) -> Any:
+    """Returns where a rank's local steps start; a state has left it out where that is the global weights."""
+    return weights.get("start", weights["global"])
+
+
+def _local_of(weights: Mapping[str, Any]) -> Any:
+    """Returns a rank's local weights; a state has left them out where they are the global ones, and so is the start.
+
+    Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.keep`).
+    """
+    local = weights.get("local", weights["global"])
+    return local if bool(local.isfinite().all()) else _start_of(weights)
+
+
+def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
+    """Returns a weighted mean, in float32 or wider; a single part is not copied."""
+    (first, _), *more = parts
+    if not more:
+        return first
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros_like(first, dtype=wide)
+    for value, share in parts:
+        total.add_(value.to(total.device, wide), alpha=float(share))
+    return total.to(first.dtype)
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
@@ -543,7 +542,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
                     f"{len(states)} states came, and states[{rank}] was saved by one of {max(counts)} ranks; give the "
                     "states of all ranks"
                 )
-            if _common(state) != _common(states[0]):
+            if _model_and_round(state) != _model_and_round(states[0]):
                 raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
     except (LookupError, AttributeError, RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"the states are damaged: {first_line(error)}") from None
@@ -551,22 +550,10 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
     return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
 
 
-def _common(state: StateDict) -> dict[Any, Any]:
-    """Returns the parts that the states of all ranks have in common."""
-    found = {number: SavedParameter.of(entry) for number, entry in state["state"].items()}
-    return {
-        number: (list(saved.own["momentum"].shape), int(saved.shared.get("step", 0))) if "momentum" in saved.own else ()
-        for number, saved in found.items()
-    }
-
-
-def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
-    """Returns a weighted mean, in float32 or wider; a single part is not copied."""
-    (first, _), *more = parts
-    if not more:
-        return first
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = torch.zeros_like(first, dtype=wide)
-    for value, share in parts:
-        total.add_(value.to(total.device, wide), alpha=float(share))
-    return total.to(first.dtype)
+def _model_and_round(state: StateDict) -> dict[Any, Any]:
+    """Returns the shape of each parameter's momentum, and the number of rounds: the same in the states of all ranks."""
+    found = {}
+    for number, entry in state["state"].items():
+        kept = SavedParameter.of(entry).replicator
+        found[number] = (list(kept["momentum"].shape), int(kept.get("step", 0))) if "momentum" in kept else ()
+    return found

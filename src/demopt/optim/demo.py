@@ -255,7 +255,7 @@ class DeMo(ReplicatedOptimizer):
         saved_of = read_state(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=False)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
-        self.replicator.restore({parameter: saved.of_replicator for parameter, saved in saved_of.items()})
+        self.replicator.restore({parameter: saved.replicator for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle_interrupted()

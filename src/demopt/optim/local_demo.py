@@ -557,17 +557,12 @@ class LocalDeMo(ReplicatedOptimizer):
         inner = self._inner.state()
         found = {parameter: SavedParameter({}, {}, entry) for parameter, entry in inner.items()}
         transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
-        counters = {"local_steps": self.local_steps, "transform": transform}
-        with_local = self.weights_differ
         self._weights.notice_loaded()
         for local, weight in self._weights.global_of.items():
             if weight not in self.replicator.state:
                 continue  # it was frozen when a state that lacks it was loaded: `attach` gave it none
-            error = SavedParameter.of(self.replicator.state[weight])
-            global_weight, own = self._weights.of_state(local, with_local)
-            shared = {**error.shared, "global": global_weight}
-            shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
-            found[local] = SavedParameter(shared, {**error.own, **own}, inner.get(local, {}))
+            weights = {**self._weights.to_save(local), "transform": torch.tensor(transform, device="cpu")}
+            found[local] = SavedParameter(self.replicator.state[weight], weights, inner.get(local, {}))
         return Shown(Shown, {parameter: Shown(None, saved.entry()) for parameter, saved in found.items()})
 
     @state.setter
@@ -641,9 +636,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._inner.load(state_dict["param_groups"], inner)
         self._follow_inner(also=saved_of)
         global_of = self._weights.global_of
-        self.replicator.restore({global_of[local]: saved.of_replicator for local, saved in saved_of.items()})
-        self._weights.restore(saved_of)
-        self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
+        self.replicator.restore({global_of[local]: saved.replicator for local, saved in saved_of.items()})
+        self._weights.restore({local: saved.weights for local, saved in saved_of.items()})
+        self.mistakes.note_state(has_local_weights=any("local" in saved.weights for saved in saved_of.values()))
         self._is_trained = self._is_trained or self.local_steps > 0
         self._rounds.restore(folder)
 

@@ -32,7 +32,6 @@ from demopt.exchange.dtensor import like_on, parts_of, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.replicator.rounds import Follower, Stage
-from demopt.state import SavedParameter
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
@@ -279,25 +278,28 @@ class LocalWeights(Follower):
                 self._copy((kept, local) for local, kept in aside.items())
                 self.aside = {}
 
-    def of_state(self, local: Tensor, with_local: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns a parameter's global weight, and what this rank has of its own, `with_local` its local one."""
-        own = {"local": self.aside.get(local, local).detach()} if with_local else {}
-        return self.global_of[local].detach(), own | ({"start": self.start_of[local]} if local in self.start_of else {})
+    def to_save(self, local: Tensor) -> dict[str, Tensor]:
+        """Returns what a state holds of a parameter's weights: the global ones, and those of this rank that differ."""
+        kept = {"global": self.global_of[local].detach(), "local_steps": torch.tensor(self.steps, device="cpu")}
+        if self.differ:
+            kept["local"] = self.aside.get(local, local).detach()
+        if local in self.start_of:
+            kept["start"] = self.start_of[local]
+        return kept
 
-    def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
-        """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
+    def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
         self.start_of, self._adopted, self.untouched = {}, [], False
-        self.steps = max((int(each.shared["local_steps"]) for each in saved.values()), default=0)
+        self.steps = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             if local not in saved:
                 self._copy([(local, global_weight)])
                 continue
-            self._copy([(saved[local].shared["global"], global_weight)])
-            own = saved[local].own
-            self._copy([(own.get("local", global_weight), local)])
-            if "start" in own:
+            self._copy([(saved[local]["global"], global_weight)])
+            self._copy([(saved[local].get("local", global_weight), local)])
+            if "start" in saved[local]:
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
-                self._copy([(own["start"], self.start_of[local])])
+                self._copy([(saved[local]["start"], self.start_of[local])])
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         start = self.start_of.get(local)  # none of a parameter that has begun to train since

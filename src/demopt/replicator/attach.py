@@ -17,13 +17,19 @@ SAVED_BY = "saved_by"  # in a parameter's state: `SavedBy`, as a tensor
 
 
 class SavedBy(NamedTuple):
-    """Whose a parameter's state is, and how many entries it has."""
+    """Whose a parameter's state is, and how many entries it has, this one included.
+
+    A state may gain or lose entries on its way. torch's flattened states get an empty dict for each name that the
+    loading optimizer has and the file lacks; torch.distributed.checkpoint drops the names that the optimizer lacks. So
+    `SavedParameter.of` leaves out empty dicts where there are more entries than counted here (those of an inner
+    optimizer stay), and `read_state` warns if there are fewer.
+    """
 
     rank: int
     world_size: int
     shard: int  # of a parameter that is sharded inside a node
     shards: int
-    entries: int  # of the parameter's state, this one included: a state that has lost some on its way is noticed
+    entries: int
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
