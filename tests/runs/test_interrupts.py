@@ -140,7 +140,7 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
 def test_state_that_a_handler_saves_within_a_round_changes_nothing(delay):
     worker, other = (Counter(ObjectStore(), 0, delay) for _ in range(2))
     sends = (worker.optimizer.replicator, "send") if delay else (worker.run, "exchange_round")
-    for holder, name in (sends, (worker.optimizer._rounds, "_apply")):
+    for holder, name in (sends, (worker.optimizer._rounds, "_end")):
         call = getattr(holder, name)
         setattr(holder, name, at_first(lambda *given, call=call: (worker.state(), call(*given))[1], call))
         for member in (worker, other) * 2:

@@ -209,7 +209,7 @@ class FolderRounds(Rounds):
             self._take_first()
         if self.replicator.is_open:
             try:
-                self._exchange_and_apply()
+                self._exchange_and_end()
             except DriftError as error:  # of the state's weights, from an earlier life
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self.take(self._newest_checkpoint(least=0))
@@ -283,15 +283,23 @@ class FolderRounds(Rounds):
         return was_over or not self.run.is_over
 
     def exchange_and_apply(self) -> None:
-        """Exchanges and applies the round, then catches up, if that went on without this worker.
+        """Exchanges the round and ends it; then catches up, if the run went on without this worker.
+
+        | the round is | it moves these weights | the error | then this worker |
+        |---|---|---|---|
+        | applied, with its message | yes | has lost what was sent | saves a checkpoint in its turn |
+        | applied, without it | yes | keeps all | is behind, and catches up |
+        | covered: its messages are gone | no, a checkpoint does | has lost what was sent, if listed | is behind |
+        | drifted: these weights were others | no, `resync` does | the same | raises DriftError |
+        | on a fork (ForkedError) | they leave it, by a checkpoint | is dropped | is behind |
 
         After an error the round may be open, to try again: its message may be in the store by then, and count.
         """
-        self._exchange_and_apply()
+        self._exchange_and_end()
         if self._is_behind:
             self._catch_up()
 
-    def _exchange_and_apply(self) -> None:
+    def _exchange_and_end(self) -> None:
         current = self.replicator.round
         assert current is not None
         self._sent_from = current.header.round_number + 1
@@ -303,14 +311,14 @@ class FolderRounds(Rounds):
                 self._leave_fork(error, log.digest_of(self.run.decided))
             self._is_behind = True
         else:
-            self._apply(current, messages)
+            self._end(current, messages)
         if current.attached.envelope.leaves or self.run.stopping:
             self.run.take_back_hellos(self._number)
         if not self._is_behind:
-            self._save_in_turn()
+            self._save_if_due()
 
-    def _apply(self, current: Round, messages: Tensor) -> None:
-        """Ends a round whose manifest is known, and for which this worker has sent a message."""
+    def _end(self, current: Round, messages: Tensor) -> None:
+        """Ends a round whose outcome is known, by the table of `exchange_and_apply`."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
         # A message that is left out stays in the error, unless it was not finite, and never there.
@@ -318,7 +326,7 @@ class FolderRounds(Rounds):
         with uninterrupted():  # so that `decided` is the manifest of the weights
             if outcome.ending == "applied":
                 replicator.apply(messages)
-            else:  # the run's weights have this worker's message, if it is listed; they come later
+            else:
                 replicator.mark_applied()
             self.run.end_round(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
@@ -328,16 +336,42 @@ class FolderRounds(Rounds):
             remedy = "Call resync(), which takes the run's newest weights"
             raise DriftError(outcome.manifest.round, [], told, remedy)
 
-    def _save_in_turn(self) -> None:
-        """Writes a checkpoint after a round that has this worker's message, if it is its turn, or `_save_before_end`.
+    @uninterrupted()
+    def leave_open(self) -> None:
+        current = self.replicator.round
+        if current is not None and current.stage == "extracted":
+            self.replicator.enter_stage(current, "left open")
 
-        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
+    after_error = leave_open  # and the round is tried again
+
+    def _catch_up(self) -> None:
+        """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
+        with self.replicator.follower.moved_by_others():
+            self._follow_run()
+        if self.run.goes_on:
+            self.run.hello(self._number)
+        self._is_behind = False
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: who stays must have one.
+
+        The senders of a round take turns, after that round. If one dies in its turn, the next checkpoint covers more.
+        Before an end the first sender writes it, and who was left out, because it may be the last worker.
         """
         run, last = self.run, self.run.last
-        if self._save_before_end() or last is None:
+        if last is None:
+            return
+        if (last.envelope.leaves or run.stopping) and last.row in (None, 0) and run.manifest(self._number) is None:
+            self.save()  # no others have gone on
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
-        if rest or last.row is None or last.row != turn % len(last.manifest.senders):
+        if (
+            rest
+            or last.manifest is not run.decided
+            or last.row is None
+            or last.row != turn % len(last.manifest.senders)
+        ):
             return
         if run.is_uploading:  # uploads that queue would slow all rounds down
             run.say_once(
@@ -347,40 +381,10 @@ class FolderRounds(Rounds):
         else:
             self.save()
 
-    def _save_before_end(self) -> bool:
-        """Writes a checkpoint if this worker leaves or the run stops: who stays must have one. Returns whether it did.
-
-        The first sender of the last round writes it, and who was left out, because it may be the last worker.
-        """
-        last = self.run.last
-        if last is None or not (last.envelope.leaves or self.run.stopping) or last.row not in (None, 0):
-            return False
-        if self.run.manifest(self._number) is not None:  # others have gone on
-            return False
-        self.save()
-        return True
-
-    @uninterrupted()
-    def leave_open(self) -> None:
-        current = self.replicator.round
-        if current is not None and current.stage == "extracted":
-            self.replicator.enter_stage(current, "left open")
-
-    after_error = leave_open  # and the round is tried again
-
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
         return self.run.misses > 0 and self.run.goes_on and not self.replicator.in_flight
-
-    def _catch_up(self) -> None:
-        """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
-        with self.replicator.follower.moved_by_others():
-            self._follow_run()
-        if self.run.goes_on:
-            self.run.hello(self._number)
-        self._is_behind = False
-        self._save_before_end()
 
     # Rounds that were decided without this worker
 
