@@ -126,7 +126,7 @@ def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts
     def interrupted_twice(store, worker):
         optimizer, interrupted = worker.optimizer, Mock(side_effect=KeyboardInterrupt)
         round_call = (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply")
-        for holder, name in ((optimizer._rounds, "after_error"), round_call):
+        for holder, name in ((optimizer._rounds, "settle"), round_call):
             setattr(holder, name, at_first(interrupted, getattr(holder, name)))
         worker.parameter.data[-1] = 0.0 if finite else math.inf
         with pytest.raises(KeyboardInterrupt):
@@ -221,7 +221,7 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_a_copy
     if local:
         codec = {**EXACTLY, "error_decay": 1.0, "process_group": SingleRank()}
         optimizer = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, **codec)
-    for name in ("exchange", "rollback", *["rollback"] * local):  # LocalDeMo calls it at two levels
+    for name in ("exchange", "rollback"):
         interrupted = Mock(side_effect=KeyboardInterrupt)
         setattr(optimizer.replicator, name, at_first(interrupted, getattr(optimizer.replicator, name)))
     for step in range(2):

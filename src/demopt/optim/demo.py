@@ -14,7 +14,7 @@ from demopt.core.rules import Rule
 from demopt.optim.mistakes import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
-from demopt.replicator.rounds import VaryingExchange
+from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.wiring import Options
 from demopt.state import check_sizes, read_state
 from demopt.validation import check_choice
@@ -109,6 +109,7 @@ class DeMo(ReplicatedOptimizer):
         _refuse_folder(process_group)
         options = Options("auto", fingerprint_every, codec.kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
+        self._rounds = Rounds(self.replicator)
 
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @unrecorded
@@ -118,18 +119,18 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle_interrupted()
+        self._settle()
         self.replicator.require_idle("step")
         self._is_in_round = True
         try:
             self._extract()
             self.apply(self.replicator.exchange())
         except BaseException:
-            self.rollback()
             forget_scale(self)
             raise
         finally:
             self._is_in_round = False
+            self._settle()
         return loss
 
     @unrecorded
@@ -213,7 +214,7 @@ class DeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
-        self._settle_interrupted()
+        self._settle()
         self._follow_state()
         found = super().own_state_dict()
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
@@ -258,12 +259,13 @@ class DeMo(ReplicatedOptimizer):
         self.replicator.restore({parameter: saved.replicator for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle_interrupted()
+        self._settle()
         return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator = packed["replicator"]
         super().__setstate__({**packed, "param_groups": replicator.groups, "state": replicator.state})
+        self._rounds = Rounds(replicator)
 
 
 def _refuse_folder(process_group: Any) -> None:

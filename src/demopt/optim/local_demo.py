@@ -431,11 +431,9 @@ class LocalDeMo(ReplicatedOptimizer):
                     self._rounds.exchange_and_apply()
                 elif current.work is None:
                     self.replicator.send()
-            except BaseException:
-                self._after_error()
-                raise
             finally:
                 self._is_in_round = False
+                self._settle()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
             if not self._rounds.sends_again:
                 return
@@ -448,6 +446,7 @@ class LocalDeMo(ReplicatedOptimizer):
             return self._rounds.end_open_round()
         finally:
             self._is_in_round = False
+            self._settle()
 
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
@@ -532,10 +531,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        self._settle_interrupted()
-
-    def _after_error(self) -> None:
-        self._rounds.after_error()
+        self._settle()
 
     # State: groups, checkpoints
 
@@ -614,8 +610,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        self._rounds.leave_open()  # a signal's handler may save within a round
-        self._settle_interrupted()
+        self._settle()
         folder = self._rounds.entry()
         # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
         if not self.replicator.is_open:
@@ -647,7 +642,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
-        self._settle_interrupted()
+        self._settle()
         names = ["defaults", "replicator", "_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from demopt.optim.mistakes import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
+from demopt.replicator.rounds import Rounds
 from demopt.state import StateDict, check_form, collect, consolidated, own_part, savers_of
 from demopt.validation import warn
 
@@ -67,6 +68,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
 
     replicator: Replicator
+    _rounds: Rounds
     sync_every: int = 1  # steps from one round to the next
     _warned: frozenset[str] = frozenset()  # of what
     _is_trained: bool = False  # some parameter has had a gradient
@@ -87,15 +89,14 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
         return self.replicator.stats
 
-    def _settle_interrupted(self) -> None:
-        """Does what `step` does after an error, if a second interrupt at once has kept it from that."""
-        current = self.replicator.round
-        if current is not None and not (current.by_user or self._is_in_round):
-            self._after_error()
+    def _settle(self) -> None:
+        """Settles a round that has failed: at once or, if a second interrupt came then, before whatever is next.
 
-    def _after_error(self) -> None:
-        """Forgets the round that is there; of `LocalDeMo` not one in flight, and in a folder it is left open."""
-        self.replicator.rollback()
+        In a folder also within a round, where a signal's handler may save.
+        """
+        current = self.replicator.round
+        if current is not None and not (current.by_user or (self._is_in_round and self._rounds.in_step)):
+            self._rounds.settle()
 
     @unrecorded
     def exchange(self, message: Tensor) -> Tensor:

@@ -156,18 +156,14 @@ class Rounds:
         return True
 
     def exchange_and_apply(self) -> None:
-        """Exchanges the round, if it is not under way, and applies it; forgets it after an error, unless in flight."""
-        try:
-            self.replicator.apply(self.replicator.exchange())
-        except BaseException:
-            self.after_error()
-            raise
+        """Exchanges the round, if it is not under way, and applies it. After an error follows `settle`."""
+        self.replicator.apply(self.replicator.exchange())
 
-    def leave_open(self) -> None:
-        """In a folder: leaves an extracted round open, because its message may be in a manifest."""
+    def settle(self) -> None:
+        """Forgets a round that has failed, unless it is in flight; what it would have sent stays in the momentum.
 
-    def after_error(self) -> None:
-        """Forgets the round, unless it is in flight; what it would have sent stays in the momentum."""
+        In a folder it is left open, because its message may be in a manifest.
+        """
         if not self.replicator.in_flight:
             self.replicator.rollback()
 

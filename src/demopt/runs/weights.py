@@ -337,12 +337,10 @@ class FolderRounds(Rounds):
             raise DriftError(outcome.manifest.round, [], told, remedy)
 
     @uninterrupted()
-    def leave_open(self) -> None:
+    def settle(self) -> None:
         current = self.replicator.round
         if current is not None and current.stage == "extracted":
-            self.replicator.enter_stage(current, "left open")
-
-    after_error = leave_open  # and the round is tried again
+            self.replicator.enter_stage(current, "left open")  # and it is tried again
 
     def _catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
