@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -142,6 +143,43 @@ def test_nodes_in_the_background_are_refused_at_construction():
     nodes, inner = Hierarchical(SingleRank(), SingleRank()), torch.optim.SGD(problems.parameters([(3,)]), lr=0.1)
     with pytest.raises(ValueError, match="nodes cannot exchange in the background yet"):
         LocalDeMo(inner, delay=1, process_group=nodes)
+
+
+@ranks.each(3)
+def test_rounds_in_the_background_use_the_group_that_an_earlier_optimizer_has_left(rank):
+    """Also where ranks are in unlike groups. One that a rank still uses, or has used more, is nobody else's."""
+    dist.new_group([0, 2])
+    made, kept = len(dist.distributed_c10d._world.pg_names), []
+    for turn in range(6):
+        optimizer = problems.local(shapes=[(3,)], delay=1)
+        problems.train(optimizer, range(2), rank)
+        optimizer.flush()
+        if turn == 2:
+            kept += [optimizer] * (rank == 0)
+        if turn == 4 and rank == 0:
+            optimizer.replicator.session.exchange.inner._calls.update(begun=1, ended=1)
+        del optimizer
+    assert len(dist.distributed_c10d._world.pg_names) - made == 3
+
+
+@ranks.each(2)
+def test_threads_may_each_train_with_delay_between_groups_of_the_same_ranks(rank):
+    groups, found = [dist.new_group([0, 1]) for _ in range(2)], {}
+
+    def work(number):
+        if number == rank:  # each thread is late on one rank
+            time.sleep(0.2)
+        optimizer = problems.local(groups[number], shapes=[(3, 3)], delay=1)
+        found[number] = problems.fingerprints(optimizer, range(3), rank)
+        optimizer.flush()
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ranks.GLOO_SECONDS)
+    assert len(found) == 2, "both have ended"
+    return sorted(found.items())
 
 
 def test_process_ends_after_the_call_in_the_background():

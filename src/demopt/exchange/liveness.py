@@ -70,15 +70,15 @@ class Liveness:
             with self._lock:
                 self._waiting[key] -= 1
 
-    def await_all(self, ranks: Sequence[int], call: str, seconds: float) -> None:
-        """Waits until all ranks have come to this call, before it sends anything.
+    def await_all(self, ranks: Sequence[int], call: str, seconds: float, group: str = "") -> None:
+        """Waits until all ranks have come to this call, before it sends anything. `group`: of several, by threads.
 
         A rank that takes another path, as under `if rank == 0:`, waits in its next exchange for this one. gloo ends the
         process when collectives differ; here it is an ExchangeError. A rank that does not answer is left to the call.
         """
         self._ensure_thread(ranks)
         try:
-            store, place = self._store(), f"demopt/await/{_key_of(ranks)}/{call}"
+            store, place = self._store(), f"demopt/await/{_key_of(ranks)}{group}/{call}"
             come = store.add(place, 1)
         except Exception:  # no store: the exchange itself fails
             return

@@ -1,7 +1,9 @@
 """Exchange over a torch.distributed process group, gloo or nccl."""
 
 import os
+import uuid
 import weakref
+from collections import Counter
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
@@ -10,11 +12,13 @@ import torch
 from torch import Tensor
 
 from demopt.exchange.hierarchical import Hierarchical
-from demopt.exchange.interface import Exchange, SingleRank
+from demopt.exchange.interface import Exchange, SingleRank, gather_values
 from demopt.exchange.liveness import Liveness
 
 dist: Any = getattr(torch, "distributed", None)  # a build of torch may lack it, or all that is in it
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
+#: Groups that `duplicate` made and no Collective has now, with their collectives, by kind and name; per default group.
+_IDLE: "weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]" = weakref.WeakKeyDictionary()
 
 
 class Collective(Exchange):
@@ -46,6 +50,7 @@ class Collective(Exchange):
         self._global_ranks = dist.get_process_group_ranks(self._pg)
         self.global_ranks = frozenset(self._global_ranks)
         self._liveness = _liveness()
+        self._calls: Counter[str] = Counter()  # collectives that have "begun" and "ended"
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         message_B = self._served(message_B)
@@ -79,27 +84,43 @@ class Collective(Exchange):
         """Over the store, not the group: ranks that are elsewhere are in another collective of it."""
         if self.world_size > 1:
             timeout = self._timeout or _timeout_of(self._pg) or dist.default_pg_timeout
-            self._liveness.await_all(self._global_ranks, call, timeout.total_seconds())
+            group = dist.distributed_c10d._world.pg_names.get(self._pg, "")
+            self._liveness.await_all(self._global_ranks, call, timeout.total_seconds(), group)
 
     def duplicate(self) -> "Collective":
-        """Returns a Collective on another process group of these ranks, backend and timeout, which is never destroyed.
+        """Returns a Collective on another process group of these ranks, backend and timeout.
 
-        Torch gives a destroyed group's name to the next one of these ranks, which then finds the old addresses.
+        Once that Collective is dropped, its group is idle. It is not destroyed, because others may still read from its
+        connections, but taken again where all ranks have left it after equally many collectives, and none has failed.
         """
-        timeout = self._timeout or _timeout_of(self._pg)
-        ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._pg)
-        if ranks != self._global_ranks:
-            raise ValueError("ranks of a group that are not in ascending order cannot exchange in the background")
-        pg = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        return Collective(pg, timeout=None if timeout is None else timeout.total_seconds())
+        ranks, backend = self._global_ranks, dist.get_backend_config(self._pg)
+        timeout = self._timeout or _timeout_of(self._pg) or dist.default_pg_timeout
+        idle, kind = _IDLE.setdefault(dist.group.WORLD, {}), f"{ranks} {backend} {timeout}"
+        found = {key: idle.pop(key, None) for key in [*idle] if key[0] == kind}  # so that no other thread takes them
+        mine = {name: group for (_, name), group in found.items() if group is not None}
+        offered = {name: calls["ended"] for name, (_, calls) in mine.items()}
+        told = gather_values(self, [f"demopt {uuid.uuid4()}", offered], torch.device(min(self._served_types)))
+        name, offers = told[0]
+        name = next((each for each in offers if all(theirs.get(each) == offers[each] for _, theirs in told)), name)
+        pg, calls = mine.pop(name, None) or (_new_group(ranks, self.rank, backend, timeout, name), Counter())
+        idle.update({(kind, name): group for name, group in mine.items()})
+        twin = Collective(pg, timeout.total_seconds())
+        twin._calls = calls
+        weakref.finalize(twin, _leave, idle, (kind, name), pg, calls).atexit = False
+        return twin
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context of another library's collective on these ranks: its failure becomes an ExchangeError too."""
         return self._liveness.waiting(self._global_ranks, ours=False)
 
+    @property
+    def _served_types(self) -> set[str]:
+        """The types of devices whose tensors a backend of the group moves."""
+        return {device.type for device in self._pg._device_types}
+
     def _served(self, tensor: Tensor) -> Tensor:
         """Returns the tensor where a backend of the group serves it: on the host, if none serves its device."""
-        served = {device.type for device in self._pg._device_types}
+        served = self._served_types
         if tensor.device.type in served:
             return tensor
         if tensor.is_cpu:
@@ -110,9 +131,11 @@ class Collective(Exchange):
     def _run(self, tensor: Tensor, collective: Any, *given: Any) -> None:
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
         timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._pg)
+        self._calls["begun"] += 1
         with self._liveness.waiting(self._global_ranks):
             work = collective(*given, group=self._pg, async_op=True)
             work.wait() if timeout is None else work.wait(timeout)
+        self._calls["ended"] += 1
 
 
 def _liveness() -> Liveness:
@@ -128,6 +151,25 @@ def _liveness() -> Liveness:
 
         _LIVENESS[world] = Liveness(store, dist.get_rank())
     return _LIVENESS[world]
+
+
+def _new_group(ranks: list[int], rank: int, backend: str, timeout: timedelta, name: str) -> Any:
+    """Returns a process group of these ranks, which call this together.
+
+    `new_group` names a group of some ranks by the number of groups that each of them is in. That differs where ranks
+    are in other groups, or where threads make theirs at once; ranks of unlike names wait for each other for ever.
+    """
+    torchs, store = dist.distributed_c10d, dist.distributed_c10d._get_default_store()
+    pg, _ = torchs._new_process_group_helper(
+        len(ranks), rank, ranks, dist.Backend(backend), store, name, timeout=timeout
+    )
+    torchs._world.pg_group_ranks[pg] = {each: number for number, each in enumerate(ranks)}
+    return pg
+
+
+def _leave(idle: dict[tuple[str, str], Any], key: tuple[str, str], pg: Any, calls: "Counter[str]") -> None:
+    if calls["begun"] == calls["ended"]:
+        idle[key] = pg, calls
 
 
 def _timeout_of(pg: Any) -> timedelta | None:
