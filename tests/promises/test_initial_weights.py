@@ -42,6 +42,28 @@ def test_initial_weights_come_from_rank_0_with_a_warning(rank, case, kind):
     return first, problems.train(optimizer, range(1, 3), rank), problems.bits(parameters)
 
 
+@pytest.mark.parametrize("more", [{}, {"delay": 1}, {"state_device": "cpu"}, None], ids=str)
+@pytest.mark.parametrize("differs", ["weights", "frozen", "gradients"])
+@ranks.each(2)
+def test_warning_that_is_an_error_is_one_on_all_ranks_which_may_then_go_on_alike(rank, more, differs):
+    """Rank 0 tells it. In these processes all warnings are errors."""
+    parameters, same = problems.parameters(problems.FEW), differs == "gradients"
+    parameters[2].requires_grad_(False)
+    if not same:
+        parameters[2 if differs == "frozen" else 0].data.add_(rank)
+    optimizer = DeMo(parameters) if more is None else problems.optimizer_of("LocalDeMo", parameters, **more)
+
+    def train(steps, seed):
+        problems.train(optimizer, steps, seed)
+        if more is not None:
+            optimizer.flush()
+
+    with pytest.raises(UserWarning, match="bit-identical gradients" if same else "of rank 1 differ from rank 0's"):
+        train(range(4), 0 if same else rank)
+    train(range(4, 8), rank)
+    return optimizer.fingerprint(), problems.bits(parameters[2:3])
+
+
 @pytest.mark.filterwarnings("ignore:initial parameters")
 @ranks.alike(2)
 def test_added_parameters_with_other_values_become_those_of_rank_0(exchange):

@@ -353,13 +353,15 @@ class LocalDeMo(ReplicatedOptimizer):
         has_taken = self._rounds.join()  # a run's weights may replace the global ones; local weights then follow
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
-        if is_first and not int(replicator.round_number):  # later they may differ, as MoCo's momentum encoders
-            exchange = replicator.session.exchange
-            with exchange.paused():
-                equalize_weights(exchange, compared, replicator.wiring().device)
-        for mine, theirs in zip(frozen, compared, strict=True):
-            if mine is not theirs:
-                mine.copy_(theirs)
+        try:
+            if is_first and not int(replicator.round_number):  # later they may differ, as MoCo's momentum encoders
+                exchange = replicator.session.exchange
+                with exchange.paused():
+                    equalize_weights(exchange, compared, replicator.wiring().device)
+        finally:  # also after its warning
+            for mine, theirs in zip(frozen, compared, strict=True):
+                if mine is not theirs:
+                    mine.copy_(theirs)
         if has_taken:
             self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
             self._inner.borrow(self._rounds.lent_moments())

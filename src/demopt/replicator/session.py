@@ -150,14 +150,16 @@ class Session:
         """
         with self.exchange.paused():
             found = gather_values(self.exchange, self._gradients, wiring.device)
-        self.compares_gradients = not any(nonzero for _, nonzero in found)
-        if found[0][1] and all(theirs == found[0] for theirs in found) and self.exchange.speaks:
-            warn(
-                f"all {self.exchange.world_size} ranks have bit-identical gradients, so something already synchronizes "
-                "them (DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Call "
-                "demopt.unsync(model), which stops that; or give the optimizer the plain model; or give it, as "
-                "process_group, the ranks between which gradients are not yet averaged."
-            )
+            self.compares_gradients = not any(nonzero for _, nonzero in found)
+            if found[0][1] and all(theirs == found[0] for theirs in found):
+                warn_of_all(
+                    self.exchange,
+                    f"all {self.exchange.world_size} ranks have bit-identical gradients, so something already "
+                    "synchronizes them (DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the "
+                    "same data. Call demopt.unsync(model), which stops that; or give the optimizer the plain model; "
+                    "or give it, as process_group, the ranks between which gradients are not yet averaged.",
+                    wiring.device,
+                )
 
     def leave(self) -> None:
         """This rank undoes a round that the others apply. They then compare gradients with it, which `settle` does."""
@@ -263,13 +265,26 @@ def equalize_weights(exchange: Exchange, tensors: list[Tensor], device: torch.de
     marks = gather_values(exchange, marks_of(tensors), device)
     for rank in differing:
         check_order(f"rank {rank} has", "rank 0", marks[0], marks[rank])
-    if exchange.speaks:
-        warn(
-            f"initial parameters (or the update rules' state) of rank {', '.join(map(str, differing))} differ from "
-            "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before "
-            "the first step."
-        )
     copy_tensors(exchange, tensors, src=0)
+    warn_of_all(
+        exchange,
+        f"initial parameters (or the update rules' state) of rank {', '.join(map(str, differing))} differ from "
+        "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before "
+        "the first step.",
+        device,
+    )
+
+
+def warn_of_all(exchange: Exchange, text: str, device: torch.device | None) -> None:
+    """Rank 0 warns; all ranks call this. Where that is an error, as with `python -W error`, all ranks raise it."""
+    error = None
+    if exchange.speaks:
+        try:
+            warn(text)
+        except Warning as raised:
+            error = raised
+    if any(gather_values(exchange, error is not None, device)):
+        raise error or UserWarning(text)
 
 
 @torch.no_grad()
