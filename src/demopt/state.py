@@ -207,7 +207,7 @@ def _check_counts(saved: SavedParameter, number: int) -> None:
 def _check_weights(weights: Mapping[str, Any], parameter: Tensor, transform: str, number: int) -> None:
     """Raises ValueError unless a LocalDeMo's error is of this transform, and its weights fit the parameter.
 
-    Local weights need not be finite: their rank drops its steps since the start (`LocalWeights.keep`).
+    Local weights need not be finite: their rank drops its steps since the start (`LocalWeights.follow`).
     """
     saved = int(weights.get("transform", TRANSFORM_NUMBERS[transform]))
     if saved != TRANSFORM_NUMBERS[transform]:
@@ -490,7 +490,7 @@ def _start_of(weights: Mapping[str, Any]) -> Any:
 def _local_of(weights: Mapping[str, Any]) -> Any:
     """Returns a rank's local weights; a state has left them out where they are the global ones, and so is the start.
 
-    Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.keep`).
+    Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
     """
     local = weights.get("local", weights["global"])
     return local if bool(local.isfinite().all()) else _start_of(weights)

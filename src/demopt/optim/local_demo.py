@@ -370,6 +370,8 @@ class LocalDeMo(ReplicatedOptimizer):
                 parameter.grad = None  # it was computed at other weights
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
+        if not self.replicator.is_open:  # D would have the steps of an extracted message again
+            self.replicator.require_idle("a local step")
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()

@@ -16,6 +16,8 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | of others, with local steps in between | moved | global - D | as before | not sent yet |
 
 "So is start": the next pseudo-gradient counts from the local weights of that moment, otherwise from the global ones.
+`follow` has a case per stage: rounds that are covered or have drifted are applied there, before the weights come. The
+last row is `moved_by_others`.
 
 Global weights and start are beside each local weight, or all on the CPU (`state_device`). Then an accelerator runs
 nothing but copies of its local weights, to the host and back.
@@ -23,6 +25,7 @@ nothing but copies of its local weights, to the host and back.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +44,13 @@ TO_REPLACE = (
 )
 
 
+class Extracted(NamedTuple):
+    """What a message is made of, until its round enters the stage after "extracted"."""
+
+    weights: dict[Tensor, Tensor]  # the local ones, `here`
+    steps: int  # the local ones
+
+
 class LocalWeights(Follower):
     """The local weights, which are the model's parameters, and the global weights of those that train."""
 
@@ -48,11 +58,10 @@ class LocalWeights(Follower):
         self.parameters = list(parameters)
         self._state_device = state_device  # of global weights and starts; None: that of each parameter
         self._staging = Staging()
-        self._extracted_from: dict[Tensor, Tensor] = {}  # local weights, `here`, of a message until it is sent
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
-        self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
+        self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
         self.steps = 0  # local ones that no message has
-        self._steps_of_message = 0  # until it is sent
+        self._extracted: Extracted | None = None  # `starts_and_locals` sets it, and `follow` takes it
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -118,14 +127,13 @@ class LocalWeights(Follower):
     @uninterrupted()
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came; drops local steps since."""
-        self.start_of, self._extracted_from, self.steps = {}, {}, 0
+        self.start_of, self.steps = {}, 0
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
         self._adopted = self._versions
 
     def take(self, weights: Sequence[Tensor]) -> None:
         """global <- weights of the model, one for each parameter."""
         self._copy((w, self.global_of[p]) for p, w in zip(self.parameters, weights, strict=True) if p in self.global_of)
-        self.start_of = {}
 
     def are_replaced(self) -> bool:
         """Whether somebody has written other weights into the model since `adopt`; later calls return False."""
@@ -158,49 +166,50 @@ class LocalWeights(Follower):
     def starts_and_locals(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Returns, for each global weight, start and local weight, whose difference is its pseudo-gradient D.
 
-        None where it does not train. Of DTensors it is this process's part.
+        None where it does not train. Of DTensors it is this process's part. They are for a message with all `steps`.
         """
-        self._extracted_from, pairs = self._local_ones(), self.global_of.items()
-        starts = [self._start(local, weight) if local.requires_grad else None for local, weight in pairs]
-        return starts, [mine if local.requires_grad else None for local, mine in self._extracted_from.items()]
+        self._extracted = extracted = Extracted(self._local_ones(), self.steps)
+        starts = [self._start(*pair) if pair[0].requires_grad else None for pair in self.global_of.items()]
+        return starts, [mine if local.requires_grad else None for local, mine in extracted.weights.items()]
 
     @uninterrupted()
     def follow(self, stage: Stage, finite: bool) -> None:
         """A round with this rank's message has entered a stage: local weights move by the table. `finite`: D was."""
         if stage == "extracted":
-            self._steps_of_message, self.steps = self.steps, 0
-        elif not self.steps:  # otherwise those since are for the next round, which moves them, or `land`
-            if stage == "applied":
-                self.adopt()
-            elif stage == "sent":
-                self.depart(finite)
-            else:
-                self.keep(finite)
-            if stage == "left open" and not finite:  # it may move the global weights later: D, which is 0, is from here
-                self._start_from_global()
-            if stage == "failed":  # nobody else knows of it, so the next step has a round again
-                self.steps = self._steps_of_message
-            self._steps_of_message = 0
-
-    @uninterrupted()
-    def keep(self, finite: bool = True) -> None:
-        """After a round that was skipped or failed: D is in the error, and the next one counts from here.
-
-        If D was not finite, it is dropped: local <- global.
-        """
-        if not finite:
-            self.adopt()
+            self.steps = 0  # its message has them
             return
-        starts = self._beside()
-        self._copy(starts.items())
-        self.start_of, self._extracted_from = starts, {}
+        extracted, self._extracted = self._extracted, None
+        if self.steps:  # since then: they are for the next round, which moves the weights, or `land`
+            return
+        match stage:
+            case "sent":
+                if not finite:
+                    self.adopt()
+                elif extracted is not None:  # otherwise a handler that saves has left the round open before
+                    self._rebase(extracted.weights)
+                self._count_from_here()
+            case "left open":  # it may move the global weights later, so D counts from here even if it is dropped
+                if not finite:
+                    self.adopt()
+                self._count_from_here()
+            case "applied":
+                self.adopt()
+            case "skipped":
+                self._keep(finite)
+            case "failed":  # nobody else knows of it, so the next step has a round again
+                self._keep(finite)
+                self.steps = 0 if extracted is None else extracted.steps
 
-    @uninterrupted()
-    def _start_from_global(self) -> None:
-        if not self.start_of:
-            starts = self._beside()
-            self._copy((self.global_of[local], start) for local, start in starts.items())
-            self.start_of = starts
+    def _keep(self, finite: bool) -> None:
+        """start <- local, because D is in the error; or local <- global, because D was not finite."""
+        if finite:
+            self._count_from_here()
+        else:
+            self.adopt()
+
+    def _count_from_here(self) -> None:
+        """start <- local."""
+        self.start_of = self._copies(self.global_of.keys())
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:
@@ -209,13 +218,15 @@ class LocalWeights(Follower):
         D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
         """
         before, held = self._hash_of_global(), self.start_of
-        self._start_from_global()
-        start = self.start_of
+        start = self.start_of = held or self._copies(self.global_of.values())
         try:
             yield
-        finally:  # some may have come before an error
+        finally:
             with uninterrupted():
-                if self.start_of is start and self._hash_of_global() == before:  # neither dropped nor moved
+                # Only a hash tells: a handshake moves weights of some ranks, a catch-up may have nothing to apply, and
+                # an error may come before all moves or between two.
+                has_moved = self._hash_of_global() != before
+                if not has_moved and self.start_of is start:  # otherwise steps were dropped, or an own round has ended
                     self.start_of = held
                 elif self.steps:
                     self.land()
@@ -225,29 +236,22 @@ class LocalWeights(Follower):
     @uninterrupted()
     def drop_steps(self) -> None:
         """Inside `moved_by_others`: D <- 0, because no round will have the local steps since the last one."""
-        self.keep()
+        self._count_from_here()
         self.steps = 0
-
-    @uninterrupted()
-    def depart(self, finite: bool) -> None:
-        """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        if self._extracted_from:  # otherwise a handler that saves has left the round open before
-            self._go_by_own_steps(self._extracted_from, finite)
-            self.keep()
 
     @uninterrupted()
     def land(self) -> None:
         """local <- global - D, which no message has: after others' moves, or with delay the last round in flight."""
-        self._go_by_own_steps(self._local_ones(), True)
+        self._rebase(self._local_ones())
         self.start_of = {}
 
-    def _go_by_own_steps(self, locals_of: Mapping[Tensor, Tensor], finite: bool) -> None:
-        """local <- global - D, or global where D is not finite, or nothing trains."""
+    def _rebase(self, locals_of: Mapping[Tensor, Tensor]) -> None:
+        """local <- global - D, or global where it does not train."""
         _forget_casts()
         moved = []
         for local, global_weight in self.global_of.items():
             target, source = to_local(local.detach()), to_local(global_weight.detach())
-            if finite and local.requires_grad:
+            if local.requires_grad:
                 source = source - (self._start(local, global_weight) - locals_of[local].to(source.dtype))
             if self._is_here(local):
                 target.copy_(source)  # one by one: the differences of all would be a copy of the model
@@ -263,8 +267,7 @@ class LocalWeights(Follower):
             yield
             return
         self.notice_loaded()
-        aside = self._beside()
-        self._copy(aside.items())
+        aside = self._copies(self.global_of.keys())
         try:
             with uninterrupted():
                 self.aside = aside
@@ -289,7 +292,7 @@ class LocalWeights(Follower):
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
-        self.start_of, self._adopted, self.untouched = {}, [], False
+        self.start_of, self._extracted, self._adopted, self.untouched = {}, None, [], False
         self.steps = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             if local not in saved:
@@ -306,9 +309,11 @@ class LocalWeights(Follower):
         start = global_weight.detach().to(local.dtype) if start is None else start
         return to_local(start.to(global_weight.dtype))
 
-    def _beside(self) -> dict[Tensor, Tensor]:
-        """Returns room for a copy of each local weight that has a global one, where that is."""
-        return {local: like_on(local, to_local(weight).device) for local, weight in self.global_of.items()}
+    def _copies(self, weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Returns copies of the local or the global weights: like the local ones, where the global ones are."""
+        copies = {local: like_on(local, to_local(weight).device) for local, weight in self.global_of.items()}
+        self._copy(zip(weights, copies.values(), strict=True))
+        return copies
 
     def _wide(self, local: Tensor) -> torch.nn.Parameter:
         device = self._state_device or to_local(local).device

@@ -118,8 +118,8 @@ def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: t
 
 
 def _copy_into(value: Tensor | None, rows: Tensor) -> None:
-    """Copies an earlier value into its new place; zeros if there is none or its shape differs."""
-    if value is None or value.shape != rows.shape:
+    """Copies an earlier value into its new place; zeros if there is none."""
+    if value is None:
         rows.zero_()
     elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
         rows.copy_(value)

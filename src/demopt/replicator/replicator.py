@@ -101,7 +101,7 @@ class Round:
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
-    extracted: threading.Event | None = None  # where that extracts, too: set when the momentum is at rest again
+    at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
     outcome: Outcome | None = None  # where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
@@ -466,14 +466,14 @@ class Replicator:
         wiring = self.wiring()
         self.session.agree(wiring, self.header)
         current, factor = self._prepared(gradients, None, minus)
-        exchange, extracted = self.session.exchange, threading.Event()
+        exchange, at_rest = self.session.exchange, threading.Event()
 
         def work() -> Tensor:
             with torch.no_grad():
                 try:
                     self._compress(current, gradients, factor, minus)
                 finally:
-                    extracted.set()
+                    at_rest.set()
                 messages = self._travel(current, exchange)
                 if current.outcome is None:
                     with suppress(DemoptError):  # something is wrong with them, which `exchange` and `apply` find
@@ -481,7 +481,7 @@ class Replicator:
                         current.result = result if handshake_due(result.headers) else self._decoded(current, result)
                 return messages
 
-        current.extracted = extracted
+        current.at_rest = at_rest
         with uninterrupted():
             self.round = current
             self.enter_stage(current, "extracted")
@@ -490,8 +490,8 @@ class Replicator:
 
     def let_extract(self) -> None:
         """Waits until the background has extracted the round in flight: then the momentum is at rest."""
-        if self.round is not None and self.round.extracted is not None:
-            self.round.extracted.wait()
+        if self.round is not None and self.round.at_rest is not None:
+            self.round.at_rest.wait()
 
     @property
     def in_flight(self) -> bool:
@@ -595,9 +595,7 @@ class Replicator:
 
         Weights and number that include it come from elsewhere.
         """
-        current = self._current() if detached is None else detached
-        if detached is None:
-            self.round = None
+        current, self.round = detached or self._current(), None
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
         self.enter_stage(current, "applied")
