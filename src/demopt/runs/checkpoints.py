@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moments) -> None:
-    """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
+    """Writes a checkpoint of the weights as they are now, in the background, and deletes what is old."""
     number = int(replicator.round_number)
     data = checkpoint_of(replicator, run.record.identity, log.digest_of(run.decided))
     lending = {
@@ -49,35 +49,43 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*lending]}, [*lending.values()])
 
     def write() -> None:
-        older = [each for each in log.checkpoints(run.store) if 0 < each < number]
-        # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
-        every = run.record.checkpoint_every
-        regular = [each for each in older if each % every == 0]
         name = log.checkpoint_name(run.record, number)
         if run.store.put_if_absent(name, data):
             if moments:
                 run.store.put_if_absent(log.moments_name(number), lent)
         elif run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
             raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
-        if number % every:
-            return
-        last = regular[-1] if regular else 0
-        # The last save cleared those before. What it may not delete, or a stranger has put there since, stays.
-        cleared = max(regular[0] if len(regular) > 1 else 0, run.cleared)
-        old = [each for each in older if run.cleared <= each < last]
-        try:
-            gone = [log.moments_name(each) for each in old]
-            if not run.record.keep_log and regular:  # a slow worker may still read what came after the last one
-                gone += log.pieces(run.store, range(cleared, last))
-                gone += [log.checkpoint_name(run.record, each) for each in old]
-            run.store.delete(gone)
-        except ExchangeError as error:
-            run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
-            if not getattr(error.__cause__, "at_first", False):  # it passes: the next save tries again
-                return
-        run.cleared = last
+        if number % run.record.checkpoint_every == 0:
+            _delete_old(run, number)
 
     run.later(write)
+
+
+def _delete_old(run: FolderExchange, number: int) -> None:
+    """Deletes what the regular checkpoint before the new one covers: a slow worker may still read what came after it.
+
+    Of a run that keeps its log, only moments. `run.cleared`, which only this function sets, is where the next save
+    begins: what may not be deleted, or a stranger has put before that since, stays.
+    """
+    older = [each for each in log.checkpoints(run.store) if 0 < each < number]
+    # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
+    regular = [each for each in older if each % run.record.checkpoint_every == 0]
+    if not regular:
+        return
+    *earlier, last = regular
+    old = [each for each in older if run.cleared <= each < last]
+    gone = [log.moments_name(each) for each in old]
+    try:
+        if not run.record.keep_log:
+            first = max([run.cleared, *earlier[:1]])  # some worker has cleared the rounds before the earliest one
+            gone += log.pieces(run.store, range(first, last))
+            gone += [log.checkpoint_name(run.record, each) for each in old]
+        run.store.delete(gone)
+    except ExchangeError as error:
+        run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
+        if not getattr(error.__cause__, "at_first", False):  # it passes: the next save tries again
+            return
+    run.cleared = last
 
 
 def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int) -> Checkpoint | None:

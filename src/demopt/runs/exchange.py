@@ -146,7 +146,7 @@ class FolderExchange(VaryingExchange):
         self._greeted = set[int]()  # rounds in which others wait for this worker
         self._said = set[str]()  # what is said once
         self.wish = StopWish(self.store, self.say_once)
-        self.cleared = 0  # before this round, old objects are deleted, or may not be
+        self.cleared = 0  # `checkpoints._delete_old` has deleted what is before this round, or may not
         self._upload: Future[None] | None = None  # the newest; they come one after the other
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="demopt-upload")
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
