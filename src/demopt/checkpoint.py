@@ -35,7 +35,7 @@ from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.rounds import VaryingExchange
-from demopt.state import StateDict, overlaps, part_for
+from demopt.state import StateDict, overlaps, part_or_share
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
@@ -165,7 +165,7 @@ class OptimizerState:
                 }
         folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
         try:
-            self._optimizer.load_state_dict({**part_for(states, rank, world_size, old_size), **folder})
+            self._optimizer.load_state_dict({**part_or_share(states, rank, world_size, old_size), **folder})
         except ValueError as error:
             if any(to_local(parameter) is not parameter for parameter in parameters):
                 raise ValueError(f"{error}. Of FSDP2 or tensor parallelism, {_SHARDS}") from error

@@ -31,7 +31,6 @@ from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.validation import check_count, check_rank, warn
 
-Entry = dict[str, Any]
 StateDict = dict[str, Any]
 PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
@@ -42,8 +41,6 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-
-
 #: The names of the replicator's parts in a state of LocalDeMo, by those that they have in `Replicator.state` and in a
 #: state of DeMo: in the former an entry is the inner optimizer's, too, which may have a "step".
 NAMES_IN_LOCAL = {
@@ -237,10 +234,8 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
     cut = chunking(tuple(to_local(parameter).shape), settings.chunk, settings.chunking)
     length = math.prod(cut.chunk_shape)
     entry, where = saved.replicator, f"the state of parameter {number}"
-    names = ("momentum", *RULE_STATE)  # also of rules of before, which a frozen parameter keeps
-    for name in names:
-        if name != "momentum" and name not in entry:
-            continue
+    rules_state = [name for name in RULE_STATE if name in entry]  # also of rules of before, if it is frozen
+    for name in ("momentum", *rules_state):
         expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
         if (came := _outline(entry.get(name))) != expected:
             named = saved.name_in_entry(name)
@@ -255,7 +250,7 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
                 f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {cut.chunks} "
                 f"chunks of {length}: it was saved for another model"
             )
-    for name in (*names, OWNER_ERROR):
+    for name in ("momentum", *rules_state, OWNER_ERROR):
         least = 0.0 if name in (*AdamW.moments, *AdamW.weights) else -_LARGEST
         if name in entry and not ((entry[name] >= least) & (entry[name] <= _LARGEST)).all():
             told = "in the state is not finite, or out of range"
@@ -403,21 +398,19 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
         return state
     for part in parts.values():
         check_form(part)
-    return part_for(separated(state), rank, world_size)
+    states = separated(state)
+    marks = [SavedBy.of(entry) for each in states.values() for entry in each["state"].values()]
+    old_size = max((mark.world_size for mark in marks if mark), default=len(states))
+    if missing := [str(old) for old in range(min(old_size, len(states) + 1)) if old not in states]:
+        raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
+    return part_or_share(states, rank, world_size, old_size)
 
 
-def part_for(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int | None = None) -> StateDict:
-    """Returns a rank's part of all ranks' states, which come by rank.
+def part_or_share(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
+    """Returns a rank's part of the states of `old_size` ranks: its own, or, among more or fewer, its share.
 
-    If another number of ranks saved them, that is its share, and rank 0 warns.
-    `old_size`: the number of ranks that saved them. None: the states say it, and ValueError if some are missing.
+    Of a share, rank 0 warns. `states`, by rank, need only be those that the rank takes over from.
     """
-    if old_size is None:
-        marks = [SavedBy.of(entry) for state in states.values() for entry in state["state"].values()]
-        old_size = max((mark.world_size for mark in marks if mark), default=len(states))
-        missing = [str(rank) for rank in range(min(old_size, len(states) + 1)) if rank not in states]
-        if missing:
-            raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     if old_size == world_size:
         return states[rank]
     if rank == 0:  # the same on all ranks
@@ -450,7 +443,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     """
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
-    taken: dict[Any, Entry] = {}
+    taken = {}
     for number in states[largest]["state"]:
         saved_of = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in shares}
         try:

@@ -627,8 +627,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._follow_inner()
         check_sizes(state_dict, self.param_groups)
         settings = [Hyperparameters.of(group) for group in self._replicated_groups()]
-        whose = self.replicator.rank_and_size
-        saved_of = read_state(state_dict, self.param_groups, settings, whose, local=True)
+        saved_of = read_state(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         # also of parameters that were frozen, of which `saved_of` has nothing
         inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}

@@ -198,7 +198,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()  # of `self.state`, which LocalDeMo puts together from its parts
         state = found["state"].items()
-        found["state"] = {n: {name: _apart(value) for name, value in entry.items()} for n, entry in state}
+        found["state"] = {n: {name: _in_own_storage(value) for name, value in entry.items()} for n, entry in state}
         return found
 
     def _load(self, state_dict: StateDict) -> None:
@@ -206,7 +206,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def _apart(value: Any) -> Any:
+def _in_own_storage(value: Any) -> Any:
     """Returns a tensor with a storage of its own; a counter on the host may be that of all parameters."""
     is_counter = type(value) is Tensor and value.dim() == 0 and value.is_cpu
     views = is_counter or (type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes)

@@ -99,7 +99,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     state = _state(model, optimizer)
     with warnings.catch_warnings():
-        # `part_for` warns of it; `_introduce` in worker.py says it in its own words
+        # `part_or_share` warns of it; `_introduce` in worker.py says it in its own words
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")
         try:
             load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
