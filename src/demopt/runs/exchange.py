@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
 T = TypeVar("T")
+# A worker's in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent nothing;
+# "restored": they are a state's, and it may have sent more than that knows; "member": it has joined
+Role = Literal["outside", "observer", "restored", "member"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -137,7 +140,7 @@ class FolderExchange(VaryingExchange):
         self.last: FolderOutcome | None = None  # of the last one
         self.left_out = 0  # of how many in a row, also of those that moved nothing
         # Its own, and that of its rounds:
-        self.joined = False  # it has the run's weights
+        self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
@@ -169,6 +172,11 @@ class FolderExchange(VaryingExchange):
         if self._record is None:
             raise RuntimeError(_NOT_JOINED)
         return self._record
+
+    @property
+    def joined(self) -> bool:
+        """Whether this worker is in the run."""
+        return self.role == "member"
 
     @property
     def row(self) -> int | None:

@@ -108,18 +108,11 @@ class FolderRounds(Rounds):
 
     in_step = False
 
-    def __init__(
-        self,
-        replicator: Replicator,
-        run: FolderExchange,
-        moments: Callable[[], Moments] = dict,
-    ) -> None:
+    def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        self._weights_of = ""  # the identity of the run whose weights these are; none: they are this worker's own
         self._loaded: SavedWorker | None = None  # a state, until the round of its message is open again
-        self._may_have_sent = False  # more than a loaded state knows, until it has joined
         self._sent_from = 0  # the first round that may have a later message of this worker than it knows
 
     @property
@@ -157,15 +150,14 @@ class FolderRounds(Rounds):
             with replicator.follower.moved_by_others():
                 self._enter()
                 self._follow_run()
-                if self._may_have_sent:
+                if run.role == "restored":
                     self._drop_if_sent_since(self._sent_from)
         run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
         self._is_behind = False
-        self._weights_of, self._loaded, self._may_have_sent = run.record.identity, None, False
-        self._sent_from = max(self._sent_from, self._number)
+        self._loaded, self._sent_from = None, max(self._sent_from, self._number)
         if not run.stopping:
             run.hello(self._number)
-        run.joined = True
+        run.role = "member"
         return not started
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
@@ -200,7 +192,7 @@ class FolderRounds(Rounds):
             elif loaded.message is not None:
                 self.replicator.round = self._round_of(loaded.message, loaded.in_message)
             self._loaded = None
-        elif self._weights_of != run.record.identity:
+        elif run.role == "outside":
             if self._number > 0:
                 raise SettingsError(
                     f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
@@ -220,7 +212,7 @@ class FolderRounds(Rounds):
         with uninterrupted():
             self.take(newest)
             self.replicator.follower.drop_steps()
-            self._weights_of = self.run.record.identity
+            self.run.role = "observer"
 
     def _round_of(self, message: log.Envelope, sequences: int) -> Round:
         """Returns the round of a message that was made before a restart."""
@@ -254,7 +246,7 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if self.has_joined or self._may_have_sent:
+        if run.role in ("restored", "member"):
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         with self.replicator.follower.moved_by_others():
@@ -502,7 +494,7 @@ class FolderRounds(Rounds):
 
     def entry(self) -> dict[str, Any]:
         run = self.run
-        if not self._weights_of:
+        if run.role == "outside":
             return {}
         if self._loaded is not None:
             return replace(self._loaded, unsent=run.unsent).entry()  # local steps may have come since
@@ -514,10 +506,10 @@ class FolderRounds(Rounds):
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
         sent_from = self._sent_from if current is None else current.header.round_number + 1
-        if not self._may_have_sent:  # it has followed the rounds before
+        if run.role != "restored":  # it has followed the rounds before
             sent_from = max(sent_from, self._number)
         numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
-        return SavedWorker(self._weights_of, run.worker, before, message, *numbers).entry()
+        return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         saved, size = SavedWorker.of(entry), self.replicator.message_bytes
@@ -527,8 +519,8 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        run, self._loaded, self._weights_of = self.run, saved, saved.run if saved else ""
-        self._may_have_sent, run.joined, self._is_behind = saved is not None, False, False
+        run, self._loaded, self._is_behind = self.run, saved, False
+        run.role = "restored" if saved else "outside"
         run.move_to(None, stops=False)  # until `find_or_start` reads the state's manifest
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
         self._sent_from = saved.sent_from if saved else 0
