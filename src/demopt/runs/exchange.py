@@ -191,25 +191,6 @@ class FolderExchange(VaryingExchange):
         self._replicator = replicator
         return FolderRounds(replicator, self, moments)
 
-    # Its end
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether these weights have all rounds of the run: its sequences are all read, or there are `rounds`."""
-        if self.total:
-            return self.all_read
-        return self.rounds is not None and self.decided is not None and self.decided.round + 1 >= self.rounds
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has ended, by all that this worker knows."""
-        return self.stopping or self.is_complete
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether this worker sends messages after the next one, as it is now; its last one may not say so."""
-        return not (self.leaving or self.asked_to_stop() or self.is_over)
-
     # Joining
 
     def find_run(self) -> Record:
@@ -470,6 +451,25 @@ class FolderExchange(VaryingExchange):
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.misses > 8)
+
+    # Its end
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether these weights have all rounds of the run: its sequences are all read, or there are `rounds`."""
+        if self.total:
+            return self.all_read
+        return self.rounds is not None and self.decided is not None and self.decided.round + 1 >= self.rounds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, by all that this worker knows."""
+        return self.stopping or self.is_complete
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this worker sends messages after the next one, as it is now; its last one may not say so."""
+        return not (self.leaving or self.asked_to_stop() or self.is_over)
 
     def has_stopped(self, decided: Manifest | None) -> bool:
         """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""

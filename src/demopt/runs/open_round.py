@@ -206,67 +206,10 @@ class OpenRound:
             if (manifest := self.read_manifest()) is not None:
                 return manifest
 
-    def look(self) -> None:
-        now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
-        self.seen_open_at = self.seen_open_at if self.seen.has_manifest else now
-
-    def unread(self) -> tuple[list[str], list[str]]:
-        """Returns whose messages and hellos are there and were not read."""
-        seen = self.seen
-        known = self._others | self._unreadable | {*self.hellos, self._attached.envelope.worker}
-        hellos = seen.hellos - seen.messages - known
-        messages = self._there - {*self.valid, *self.refused}
-        return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
-
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
         expected = log.expected(self._attached.decided, self.hellos)
         return tuple(sorted(expected - {*self.valid, *self.refused, *self._there}))
-
-    @property
-    def _there(self) -> set[str]:
-        """The workers whose messages were listed, and could be read if that was tried."""
-        return self.seen.messages - self._unreadable
-
-    def read_new(self, *also: Callable[[], Any]) -> list[Any]:
-        """Reads what is new at the last look; makes other requests beside that, and returns their results."""
-        self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
-        new, greeting = self.unread()
-        reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
-        reads += [partial(self._read_hello, worker) for worker in greeting]
-        found = self._run.together([*reads, *also])
-        self._run.received_bytes += sum(found[: len(new)])
-        return found[len(reads) :]
-
-    def read_manifest(self) -> Manifest | None:
-        """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
-        if not self.seen.has_manifest:
-            return None
-        read = partial(log.read_manifest, self._run.store, self._run.record.identity, self._header.round_number)
-        found: Manifest | None
-        ((found, read_at),) = self.read_new(lambda: (read(), time.monotonic()))
-        self.known_at = read_at if found else 0.0
-        return found
-
-    def add(self, sent: Envelope, digest: str) -> None:
-        """Decodes a message, and refuses it if it cannot take part. `digest`: of its object."""
-        size = self._wiring.route.widths[0]
-        try:
-            if len(sent.body) != size:
-                raise MessageError(
-                    f"it has {len(sent.body):,} bytes, this layout's have {size:,}: truncated, or another one"
-                )
-            if sent.before != log.digest_of(self._attached.decided):
-                self._run.say_that_copies_part()
-                raise MessageError("it follows another manifest of the round before")
-            mine = self._attached.envelope
-            if None not in (mine.weights, sent.weights) and sent.weights != mine.weights:
-                raise MessageError("its weights before the round differ")
-            self.results[digest] = check_message(self._wiring, self._header, tensor_of(sent.body))
-        except MessageError as error:
-            self.refused[sent.worker] = error.reason
-        else:
-            self.valid[sent.worker] = sent, digest
 
     def needs_until(self, worker: str, slack: float = SLACK) -> float:
         """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
@@ -279,6 +222,43 @@ class OpenRound:
     def draft(self, author: Envelope) -> Manifest:
         hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
         return log.draft(author, self._attached.decided, self.valid, self.refused, hellos)
+
+    def look(self) -> None:
+        now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
+        self.seen_open_at = self.seen_open_at if self.seen.has_manifest else now
+
+    def read_manifest(self) -> Manifest | None:
+        """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
+        if not self.seen.has_manifest:
+            return None
+        read = partial(log.read_manifest, self._run.store, self._run.record.identity, self._header.round_number)
+        found: Manifest | None
+        ((found, read_at),) = self.read_new(lambda: (read(), time.monotonic()))
+        self.known_at = read_at if found else 0.0
+        return found
+
+    def read_new(self, *also: Callable[[], Any]) -> list[Any]:
+        """Reads what is new at the last look; makes other requests beside that, and returns their results."""
+        self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
+        new, greeting = self.unread()
+        reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
+        reads += [partial(self._read_hello, worker) for worker in greeting]
+        found = self._run.together([*reads, *also])
+        self._run.received_bytes += sum(found[: len(new)])
+        return found[len(reads) :]
+
+    def unread(self) -> tuple[list[str], list[str]]:
+        """Returns whose messages and hellos are there and were not read."""
+        seen = self.seen
+        known = self._others | self._unreadable | {*self.hellos, self._attached.envelope.worker}
+        hellos = seen.hellos - seen.messages - known
+        messages = self._there - {*self.valid, *self.refused}
+        return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
+
+    @property
+    def _there(self) -> set[str]:
+        """The workers whose messages were listed, and could be read if that was tried."""
+        return self.seen.messages - self._unreadable
 
     def _read(self, worker: str) -> int:
         """Reads a message, if what was listed is there; returns its bytes."""
@@ -303,6 +283,26 @@ class OpenRound:
                 self._unreadable.add(worker)
             else:
                 self.hellos[worker] = seconds, time.monotonic()
+
+    def add(self, sent: Envelope, digest: str) -> None:
+        """Decodes a message, and refuses it if it cannot take part. `digest`: of its object."""
+        size = self._wiring.route.widths[0]
+        try:
+            if len(sent.body) != size:
+                raise MessageError(
+                    f"it has {len(sent.body):,} bytes, this layout's have {size:,}: truncated, or another one"
+                )
+            if sent.before != log.digest_of(self._attached.decided):
+                self._run.say_that_copies_part()
+                raise MessageError("it follows another manifest of the round before")
+            mine = self._attached.envelope
+            if None not in (mine.weights, sent.weights) and sent.weights != mine.weights:
+                raise MessageError("its weights before the round differ")
+            self.results[digest] = check_message(self._wiring, self._header, tensor_of(sent.body))
+        except MessageError as error:
+            self.refused[sent.worker] = error.reason
+        else:
+            self.valid[sent.worker] = sent, digest
 
 
 def renamed(sent: Envelope) -> Envelope:
