@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from demopt.exchange.dtensor import to_local
+from demopt.exchange.dtensor import parts_of
 from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.mistakes import check_model, remember
 from demopt.replicator.session import check_alike
@@ -78,15 +78,20 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
         >>> broadcast_buffers(nn.BatchNorm1d(4))
     """
     check_model(model)
-    exchange, named = resolve(process_group), {name: to_local(each) for name, each in model.named_buffers()}
+    exchange, named = resolve(process_group), dict[str, Tensor]()
+    for name, buffer in model.named_buffers():
+        for number, part in enumerate(parts_of([buffer])):  # of a quantized one of torchao there are several
+            named[f"{name} ({number})" if number else name] = part
     check_rank("src", src, exchange.world_size)
     exchange.await_all("broadcast_buffers()")
-    facts = {f"buffer {name}": f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
-    check_alike(exchange, facts, next((each.device for each in named.values()), None))
+    faults = {name: fault for name, each in named.items() if (fault := _fault(each))}
+    forms = {name: faults.get(name) or f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
+    where = next((each.device for name, each in named.items() if name not in faults), None)
+    check_alike(exchange, {f"buffer {name}": form for name, form in forms.items()}, where)
+    for name, fault in faults.items():  # now on all ranks
+        raise TypeError(f"buffer {name} is {fault}; only dense ones can be sent")
     by_device: dict[torch.device, list[Tensor]] = {}
-    for name, buffer in named.items():
-        if buffer.layout != torch.strided:
-            raise TypeError(f"buffer {name} is {buffer.layout}; only dense ones can be sent")
+    for buffer in named.values():
         if buffer.numel():
             by_device.setdefault(buffer.device, []).append(buffer)
     for buffers in by_device.values():
@@ -99,6 +104,14 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
                 buffer.data = value
             else:
                 buffer.copy_(value)
+
+
+def _fault(buffer: Tensor) -> str:
+    """Returns why a buffer has no bytes to send; empty if it has."""
+    if buffer.layout != torch.strided:
+        return str(buffer.layout)
+    faults = {"quantized": buffer.is_quantized, "nested": buffer.is_nested, "on the meta device": buffer.is_meta}
+    return next((fault for fault, holds in faults.items() if holds), "")
 
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:

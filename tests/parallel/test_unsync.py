@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import demopt
@@ -216,15 +217,18 @@ def test_broadcast_buffers_takes_those_of_src_in_one_broadcast(rank):
     model.register_buffer("mask", torch.tensor([rank == 0, True, False]))
     model.register_buffer("wide", torch.tensor(float(rank)).expand(2, 3))
     model.register_buffer("conjugate", torch.tensor([1 + 1j * rank, 2]).conj())
+    model.register_buffer("pair", TwoTensor(torch.ones(2), torch.ones(2) * rank))
     for step in range(rank + 1):
         model(problems.draw((8, 3), rank, step))
-    before = problems.bits(model.buffers())
+    before = problems.bits(model[:2].buffers())
     with Collectives() as mode:
         demopt.broadcast_buffers(model, src=1)
     assert mode.found["c10d::broadcast_"] == 1
     assert model[0].num_batches_tracked == 2
     assert model.conjugate.tolist() == [1 - 1j, 2]
-    assert (problems.bits(model.buffers()) == before) == (rank == 1)
+    assert model.pair.b.tolist() == [1.0, 1.0]
+    model.pair = None
+    assert (problems.bits(model[:2].buffers()) == before) == (rank == 1)
     return problems.bits(model.buffers())
 
 
@@ -234,3 +238,33 @@ def test_broadcast_buffers_refuses_a_src_that_is_no_rank_and_unlike_buffers(rank
     for src, said in ((2, "src is 2; there are ranks 0 to 1"), (0, unlike)):
         with pytest.raises((ValueError, demopt.SettingsError), match=f"^{said}$"):
             demopt.broadcast_buffers(nn.BatchNorm1d(2 + rank), src=src)
+
+
+def _quantized():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer torch deprecates them
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    ("made", "is_so"),
+    [
+        (_quantized, "quantized"),
+        (torch.ones(3).to_sparse, "torch.sparse_coo"),
+        (torch.ones(3).to_mkldnn, "torch._mkldnn"),
+    ],
+)
+@pytest.mark.parametrize("alike", [False, True])
+@ranks.each(2)
+def test_buffer_without_bytes_is_refused_on_all_ranks(rank, alike, made, is_so):
+    model = nn.Module()
+    model.register_buffer("odd", made() if rank or alike else torch.ones(3))
+    said = (
+        f"buffer odd is {is_so}; only dense ones"
+        if alike
+        else f"rank 1 has buffer odd = {is_so} where rank 0 has torch.f"
+    )
+    with pytest.raises((TypeError, demopt.SettingsError), match=said):
+        demopt.broadcast_buffers(model)
+    with pytest.raises(TypeError, match=r"a frozen parameter of shape .* leave it out"):
+        demopt.DeMo([nn.Parameter(made(), requires_grad=False)])

@@ -97,7 +97,7 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError unless all that trains is dense real floats, ValueError if one is lazy, expanded or twice.
+    """Raises TypeError unless all are dense, and what trains real floats; ValueError if one is lazy, expanded or twice.
 
     ValueError, too, if only some are on the meta device.
     """
@@ -106,9 +106,14 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         if is_lazy(parameter):
             raise ValueError("a parameter of a lazy module has no shape yet: run the model once before")
         shape, dtype = list(parameter.shape), parameter.dtype
+        is_dense = parameter.layout == torch.strided and not parameter.is_quantized
         kind = dtype if parameter.layout == torch.strided else parameter.layout
-        if parameter.requires_grad and not (kind is dtype and parameter.is_floating_point() and dtype.itemsize > 1):
+        if parameter.requires_grad and not (is_dense and parameter.is_floating_point() and dtype.itemsize > 1):
             raise TypeError(f"a parameter of shape {shape} is {kind}; DeMo trains real floats, 16 bits or more, dense")
+        if not is_dense:
+            raise TypeError(
+                f"a frozen parameter of shape {shape} is {kind}, and ranks compare dense ones: leave it out"
+            )
         if parameter.requires_grad and any(n > 1 and not by for n, by in zip(shape, parameter.stride(), strict=True)):
             raise ValueError(f"elements of a parameter of shape {shape} share memory, as after expand(): clone it")
         if id(parameter) in seen:
