@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # A worker's in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent nothing;
-# "restored": they are a state's, and it may have sent more than that knows; "member": it has joined
-Role = Literal["outside", "observer", "restored", "member"]
+# "restored": they are a state's, and it may have sent more than that knows; "joined": they follow the run's
+Role = Literal["outside", "observer", "restored", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -138,7 +138,7 @@ class FolderExchange(VaryingExchange):
         self.stopping = False  # the run was stopped, since this worker has joined
         # The rounds that this worker sent a message for, which `end_round` notes:
         self.last: FolderOutcome | None = None  # of the last one
-        self.left_out = 0  # of how many in a row, also of those that moved nothing
+        self.left_out = 0  # how many in a row have left it out, also those that moved nothing
         # Its own, and that of its rounds:
         self.role: Role = "outside"
         self._record: Record | None = None
@@ -176,7 +176,7 @@ class FolderExchange(VaryingExchange):
     @property
     def joined(self) -> bool:
         """Whether this worker is in the run."""
-        return self.role == "member"
+        return self.role == "joined"
 
     @property
     def row(self) -> int | None:

@@ -157,7 +157,7 @@ class FolderRounds(Rounds):
         self._loaded, self._sent_from = None, max(self._sent_from, self._number)
         if not run.stopping:
             run.hello(self._number)
-        run.role = "member"
+        run.role = "joined"
         return not started
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
@@ -246,7 +246,7 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if run.role in ("restored", "member"):
+        if run.role in ("restored", "joined"):
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         with self.replicator.follower.moved_by_others():
@@ -277,13 +277,13 @@ class FolderRounds(Rounds):
     def exchange_and_apply(self) -> None:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
 
-        | the round is | it moves these weights | the error | then this worker |
+        | the round | moves these weights | the error | then this worker |
         |---|---|---|---|
-        | applied, with its message | yes | has lost what was sent | saves a checkpoint in its turn |
-        | applied, without it | yes | keeps all | is behind, and catches up |
-        | covered: its messages are gone | no, a checkpoint does | has lost what was sent, if listed | is behind |
-        | drifted: these weights were others | no, `resync` does | the same | raises DriftError |
-        | on a fork (ForkedError) | they leave it, by a checkpoint | is dropped | is behind |
+        | is applied, with this worker's message | yes | loses what was sent | saves a checkpoint in its turn |
+        | is applied, without it | yes | keeps all | is behind, and catches up |
+        | is covered: its messages are gone | no, a checkpoint will | loses what was sent, if listed | is behind |
+        | is of other weights: these drifted | no, `resync` will | loses what was sent, if listed | raises DriftError |
+        | is of another fork (ForkedError) | no, its checkpoint does | is dropped | is behind |
 
         After an error the round may be open, to try again: its message may be in the store by then, and count.
         """
@@ -328,21 +328,6 @@ class FolderRounds(Rounds):
             remedy = "Call resync(), which takes the run's newest weights"
             raise DriftError(outcome.manifest.round, [], told, remedy)
 
-    @uninterrupted()
-    def settle(self) -> None:
-        current = self.replicator.round
-        if current is not None and current.stage == "extracted":
-            self.replicator.enter_stage(current, "left open")  # and it is tried again
-
-    def _catch_up(self) -> None:
-        """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
-        with self.replicator.follower.moved_by_others():
-            self._follow_run()
-        if self.run.goes_on:
-            self.run.hello(self._number)
-        self._is_behind = False
-        self._save_if_due()
-
     def _save_if_due(self) -> None:
         """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: who stays must have one.
 
@@ -356,12 +341,8 @@ class FolderRounds(Rounds):
             self.save()  # no others have gone on
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
-        if (
-            rest
-            or last.manifest is not run.decided
-            or last.row is None
-            or last.row != turn % len(last.manifest.senders)
-        ):
+        row = turn % max(1, len(last.manifest.senders))
+        if rest or last.row != row or last.manifest is not run.decided:  # followed by others' rounds
             return
         if run.is_uploading:  # uploads that queue would slow all rounds down
             run.say_once(
@@ -371,10 +352,25 @@ class FolderRounds(Rounds):
         else:
             self.save()
 
+    def _catch_up(self) -> None:
+        """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
+        with self.replicator.follower.moved_by_others():
+            self._follow_run()
+        if self.run.goes_on:
+            self.run.hello(self._number)
+        self._is_behind = False
+        self._save_if_due()
+
     @property
     def sends_again(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
         return self.run.misses > 0 and self.run.goes_on and not self.replicator.in_flight
+
+    @uninterrupted()
+    def settle(self) -> None:
+        current = self.replicator.round
+        if current is not None and current.stage == "extracted":
+            self.replicator.enter_stage(current, "left open")  # and it is tried again
 
     # Rounds that were decided without this worker
 

@@ -281,7 +281,8 @@ class Worker(Training):
         if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
             self.optimizer.flush()
             self._hear(loss)
-            # Others may have completed it while this one was left out. After a stop only its last steps are sent.
+            # Others may have completed it while this one was left out. A stop ends all after that round, but for the
+            # last steps: this worker has taken them, and with them it completes the run.
             if self.run.is_complete or (self.run.stopping and self.number != self.config.steps):
                 return self.optimizer.stats
         self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
