@@ -166,7 +166,9 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
             store.wait(peers, timedelta(seconds=wait))
         store.set("present", json.dumps({peer: json.loads(store.get(peer)) for peer in peers if store.check([peer])}))
     hellos: dict[str, Any] = json.loads(_wait_for(store, "present", wait + TURN_SECONDS))
-    pairs = [Pair(me, peer, fault="it did not come: start the same command there") for peer in peers if peer not in hellos]
+    pairs = [
+        Pair(me, peer, fault="it did not come: start the same command there") for peer in peers if peer not in hellos
+    ]
     for one, other in combinations(hellos, 2):
         key = f"{one}-{other}"
         if me in (one, other):

@@ -407,18 +407,21 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     assert (first.run.stopping, worker.run.stopping) == (False, True)
 
 
-@pytest.mark.parametrize("missed", ["as it joins", "after it has joined", "for long"])
+@pytest.mark.parametrize("missed", ["before it joins", "as it joins", "after it has joined", "for long"])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_worker_that_missed_the_end_of_a_run_ends_with_the_weights_of_the_others(missed, delay, tmp_path):
     """It adds no round; whoever comes later goes on."""
     address = f"{tmp_path}/run"
     first, worker = Worker(address, 0, delay=delay, checkpoint_every=2).round(), Worker(address, 1, delay=delay)
+    if missed == "before it joins":
+        command.stop(address)
     worker.run.find_run()
-    if missed != "as it joins":
+    if missed in ("after it has joined", "for long"):
         worker.join()
     if missed == "for long":  # until all messages that it has missed are deleted
         first.round(6)
-    command.stop(address)
+    if missed != "before it joins":
+        command.stop(address)
     while not first.run.stopping:
         first.round()
     worker.join()

@@ -473,7 +473,7 @@ class FolderExchange(VaryingExchange):
 
     def has_stopped(self, decided: Manifest | None) -> bool:
         """Whether a round up to `decided`, maybe in a checkpoint, has ended the run since this worker came."""
-        if decided is None or (asked_in := self.wish.asked_in()) is None:
+        if decided is None or (asked_in := self.wish.asked_in(not self.joined)) is None:
             return False
         found = map(self.manifest, range(asked_in, decided.round + 1))
         return any(manifest is not None and manifest.stop for manifest in found)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from demopt.errors import ExchangeError, MessageError
-from demopt.runs.log import MOST_ENVELOPE
+from demopt.runs.log import MOST_ENVELOPE, read_manifest
 from demopt.runs.store import Store
 
 STOP = "stop"
+_SOON = 100  # rounds in which all workers have heard of a wish: they take turns at reading it
 
 
 def put_stop(store: Store, number: int, run: str) -> None:
@@ -33,13 +34,22 @@ def read_stop(store: Store, run: str) -> bytes | None:
     return found
 
 
+def _asked_in(wish: bytes) -> int:
+    found = re.fullmatch(rb"\S+ (\d{1,8}) .*\s*", wish)
+    return int(found[1]) if found else 0
+
+
 class StopWish:
-    """The wish to stop a run, as one worker hears it. A wish that was there before the worker is for others."""
+    """The wish to stop a run, as one worker hears it. A wish that was there before the worker is for others.
+
+    But if they obey it while the worker still joins, it ends with them.
+    """
 
     def __init__(self, store: Store, say: Callable[[str], None]) -> None:
         self._store, self._say = store, say
         self._run = ""  # its identity, once the worker knows it
         self._old: bytes | None = None  # that was there before the worker
+        self._is_old_open = False  # nobody had obeyed it then
         self.heard_at = math.inf  # the time (monotonic) when the worker read a newer one; its messages say so
 
     @property
@@ -50,6 +60,7 @@ class StopWish:
         """From now on the worker is in the run: only a wish that comes later is for it."""
         self._run = run
         self._old, self.heard_at = self._read(), math.inf
+        self._is_old_open = self._old is not None and not self._is_obeyed(self._old)
 
     def hear(self) -> bool:
         """Whether there is one for this worker; reads it until then."""
@@ -57,13 +68,21 @@ class StopWish:
             self.heard_at = time.monotonic()
         return self.is_heard
 
-    def asked_in(self) -> int | None:
+    def asked_in(self, is_joining: bool) -> int | None:
         """Returns the round that was open when the wish for this worker came; None if there is none."""
         wish = self._read()
-        if wish in (None, self._old):
+        if wish is None or (wish == self._old and not (is_joining and self._is_old_open)):
             return None
-        found = re.fullmatch(rb"\S+ (\d{1,8}) .*\s*", wish or b"")
-        return int(found[1]) if found else 0
+        return _asked_in(wish)
+
+    def _is_obeyed(self, wish: bytes) -> bool:
+        """Whether a round since a wish has ended the run."""
+        number = _asked_in(wish)
+        with suppress(MessageError):  # whoever needs a damaged one says so
+            for each in range(number, number + _SOON):
+                if (manifest := read_manifest(self._store, self._run, each)) is None or manifest.stop:
+                    return manifest is not None
+        return True
 
     def _read(self) -> bytes | None:
         try:
