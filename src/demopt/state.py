@@ -213,14 +213,15 @@ def _check_weights(weights: Mapping[str, Any], parameter: Tensor, transform: str
             f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
             f"{transform!r}; build it with the transform that the state was saved with"
         )
-    came, mine = [_outline(weights[n]) for n in ("global", "local", "start") if n in weights], _outline(parameter)
+    came = [_shape_of(weights[name]) for name in ("global", "local", "start") if name in weights]
+    mine = _shape_of(parameter)
     if came != [mine] * len(came):
         raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter has {mine}")
     if not all(weights[name].isfinite().all() for name in ("global", "start") if name in weights):
         raise ValueError(f"the weights of parameter {number} in the state are not finite")
 
 
-def _outline(value: Any) -> list[int] | str:
+def _shape_of(value: Any) -> list[int] | str:
     """Returns the shape of a tensor of real floats; of anything else its type."""
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
@@ -237,14 +238,14 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
     rules_state = [name for name in RULE_STATE if name in entry]  # also of rules of before, if it is frozen
     for name in ("momentum", *rules_state):
         expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
-        if (came := _outline(entry.get(name))) != expected:
+        if (came := _shape_of(entry.get(name))) != expected:
             named = saved.name_in_entry(name)
             raise ValueError(
                 f"{where} (shape {list(parameter.shape)}) should hold a {named} of shape {expected}, but holds {came}: "
                 "it was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
-        came, start = _outline(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
+        came, start = _shape_of(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
         if len(came) != 2 or came[1] != length or not 0 <= start <= cut.chunks - int(came[0]):
             raise ValueError(
                 f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {cut.chunks} "
@@ -322,8 +323,8 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(wiring.device))
     lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
-    here = exchange.rank == to and exchange.is_leader
-    received = [bytearray(length) for length in lengths] if here else []
+    receives = exchange.rank == to and exchange.is_leader
+    received = [bytearray(length) for length in lengths] if receives else []
     for start in range(0, max(lengths), PIECE_BYTES):
         piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=wiring.device)
         part = mine[start : start + len(piece)]
@@ -335,7 +336,7 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     moved += exchange.sent_bytes + exchange.received_bytes
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
     usual = wiring.route.bytes_each_way / every or 1.0  # a rank alone sends nothing
-    if not here:
+    if not receives:
         return None, ""
     told = (
         f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "

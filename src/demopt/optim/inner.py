@@ -202,7 +202,7 @@ class InnerOptimizers:
         """Loads groups, with the entries of their parameters by number."""
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
-        in_groups = [_state_in(group, state) for group in groups]
+        in_groups = [_unpacked_state(group, state) for group in groups]
         values = [{name: held[0] for name, held in saved.items() if held} for saved in in_groups]
         loaded = [group | mine for group, mine in zip(groups, values, strict=True)]
         entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
@@ -217,7 +217,7 @@ class InnerOptimizers:
                 numbers = [number for group in loaded[first:last] for number in group["params"]]
                 mine = {number: entries[number] for number in numbers if entries.get(number)}
                 packed = (state.get(number, {}).get(BESIDE) for number in numbers)
-                loose, rest = _beside(next((value for value in packed if value is not None), None))
+                loose, rest = _unpacked_beside(next((value for value in packed if value is not None), None))
                 names = [{*group} & each.defaults.keys() for group in each.param_groups]
                 each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
                 first = last
@@ -342,7 +342,7 @@ def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def _beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
+def _unpacked_beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Returns what `_packed_beside` got; ValueError if it is damaged."""
     if packed is None:
         return {}, {}
@@ -446,7 +446,7 @@ class GroupSettings:
         return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 
 
-def _state_in(group: Group, state: Mapping[int, dict[str, Any]]) -> dict[str, list[Any]]:
+def _unpacked_state(group: Group, state: Mapping[int, dict[str, Any]]) -> dict[str, list[Any]]:
     """Returns what `packed_state` has saved with a group's parameters: names, each with its value if that is plain."""
     for number in group["params"]:
         if (packed := state.get(number, {}).get(IN_GROUP)) is not None:

@@ -53,10 +53,10 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
     entries share; it takes the newest of theirs.
     """
-    entries = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
-    counters = [torch.as_tensor(entry["step"], device="cpu") for entry in entries.values() if "step" in entry]
+    earlier = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
+    counters = [torch.as_tensor(entry["step"], device="cpu") for entry in earlier.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
-    for parameter, entry in entries.items():
+    for parameter, entry in earlier.items():
         if entry and parameter.requires_grad:
             state[parameter] = {}
         elif entry:  # apart from the old buffer, which nothing else needs any more
@@ -65,29 +65,28 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     for chunk_group in wiring.chunk_groups:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
-                _copy_into(entries[parameter].get(name), rows)
+                _copy_into(earlier[parameter].get(name), rows)
                 state.setdefault(parameter, {})[name] = _alone_in_storage(rows)
-    _attach_owners(state, entries, wiring)
-    rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
+    _attach_owners(state, earlier, wiring)
+    rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
-        if state.get(parameter):
-            entry = state[parameter]
-            entry |= {"step": round_number, SAVED_BY: None}  # which counts as an entry, too
+        if new := state.get(parameter):
+            new |= {"step": round_number, SAVED_BY: None}  # which counts as an entry, too
             # LocalDeMo's entries have more: `SavedParameter.entry` counts those anew.
-            entry[SAVED_BY] = SavedBy(*rank_and_size, *shard_of(parameter), len(entry)).tensor()
+            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter), len(new)).tensor()
 
 
-def _attach_owners(state: State, entries: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
+def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
     """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     owned = dict(wiring.route.owner_state())
-    kept = {parameter for parameter, own in owned.items() if _keeps(entries[parameter], own, rank_and_size)}
-    for parameter, entry in entries.items():
+    kept = {parameter for parameter, own in owned.items() if _owned_before(earlier[parameter], own, rank_and_size)}
+    for parameter, entry in earlier.items():
         if OWNER_ERROR in entry and parameter not in kept:
             add_owner_error(entry, state[parameter]["momentum"], rank_and_size[1])
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in OF_OWNERS}
     for parameter, own in owned.items():
-        _copy_into(entries[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+        _copy_into(earlier[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
         state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
 
 
@@ -109,7 +108,7 @@ def _alone_in_storage(rows: Tensor) -> Tensor:
     return torch.from_dlpack(rows) if rows.is_cpu and rows.numel() else rows  # type: ignore[attr-defined]
 
 
-def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
+def _owned_before(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
     """Whether this rank owned the same chunks of a parameter before."""
     if OWNER_ERROR not in entry or (saved_by := SavedBy.of(entry)) is None:
         return False

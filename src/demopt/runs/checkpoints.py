@@ -42,11 +42,11 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     """Writes a checkpoint of the weights as they are now, in the background, and deletes what is old."""
     number = int(replicator.round_number)
     data = checkpoint_of(replicator, run.record.identity, log.digest_of(run.decided))
-    lending = {
+    rounded = {
         name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
         for name, tensor in moments.items()
     }
-    lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*lending]}, [*lending.values()])
+    lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*rounded]}, [*rounded.values()])
 
     def write() -> None:
         name = log.checkpoint_name(run.record, number)
@@ -94,7 +94,7 @@ def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int)
     data = run.store.get(name, size + MOST_HEAD)
     if data is None:
         return None
-    head, found = _split(name, data)
+    head, found = _from_bytes(name, data)
     identity = run.record.identity if number else ""  # the first one is older than the run
     if (head.get("run"), head.get("round"), head["tensors"]) != (identity, number, packed_shapes(tensors)):
         raise MessageError(f"{name} is damaged, or of another run or model")
@@ -138,7 +138,7 @@ def lent_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) ->
         try:
             if (data := run.store.get(name, _MOST_MOMENTS * size + MOST_HEAD)) is None:  # deleted since
                 continue
-            head, found = _split(name, data)
+            head, found = _from_bytes(name, data)
             names = head.get("names")
             if (head.get("run"), head.get("round")) != (run.record.identity, number) or not isinstance(names, list):
                 raise MessageError(f"{name} is damaged, or of another run")
@@ -169,7 +169,7 @@ def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
     return line + b"\n" + body
 
 
-def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
+def _from_bytes(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     """Returns what `_to_bytes` got; MessageError if it is damaged."""
     line, _, body = data.partition(b"\n")
     found, at, head = [], 0, log.json_of(name, line)
