@@ -12,6 +12,7 @@ import traceback
 import types
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import demopt
 import problems
 import ranks
 from demopt.errors import ExchangeError
+from demopt.exchange import SingleRank
 from demopt.integrations.torchft import Optimizer, QuorumExchange
 from forked import CONTEXT
 
@@ -219,3 +221,17 @@ def test_hooks_of_torch_run(kind):
         inner.finish_round()
     optimizer.load_state_dict(optimizer.state_dict())
     assert called == names
+
+
+def test_round_that_an_interrupt_has_left_is_applied_before_the_next_gradient():
+    pytest.importorskip("torchft")
+    inner = problems.local(shapes=[(4, 4)], sync_every=1)
+    optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 0), inner)
+    optimizer._new, optimizer._quorum = False, Mock(met=True)
+    optimizer._quorum.form.side_effect = [KeyboardInterrupt, None]
+    optimizer._quorum.exchange.return_value = SingleRank()
+    problems.set_gradients(problems.all_parameters(inner), 0)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert (int(inner.replicator.round_number), inner.weights_differ) == (1, False)

@@ -97,8 +97,8 @@ class Optimizer(torch.optim.Optimizer):
         self._since = 0  # the step at which it was extracted
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. The first call is `join`: weights come before a gradient is computed."""
-        if self._new:
+        """As in torch. First it joins, or ends an interrupted round: weights come before a gradient is computed."""
+        if self._new or self._detached is not None:  # its steps would be in the next pseudo-gradient again
             self.join()
         self.inner.zero_grad(set_to_none)
 
@@ -108,7 +108,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """A step; with LocalDeMo a local one, and a round when that is due. Returns when the round is applied."""
-        if self._new:
+        if self._new or self._detached is not None:
             self.join()
         loss: float | None = None
         if isinstance(self.inner, LocalDeMo):
