@@ -121,16 +121,13 @@ class DeMo(ReplicatedOptimizer):
                 loss = closure()
         self._settle()
         self.replicator.require_idle("step")
-        self._is_in_round = True
         try:
-            self._extract()
-            self.apply(self.replicator.exchange())
+            with self._in_round():
+                self._extract()
+                self.apply(self.replicator.exchange())
         except BaseException:
             forget_scale(self)
             raise
-        finally:
-            self._is_in_round = False
-            self._settle()
         return loss
 
     @unrecorded

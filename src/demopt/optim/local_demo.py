@@ -428,16 +428,12 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
-            self._is_in_round = True
-            try:
+            with self._in_round():
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
                     self._rounds.exchange_and_apply()
                 elif current.work is None:
                     self.replicator.send()
-            finally:
-                self._is_in_round = False
-                self._settle()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
             if not self._rounds.sends_again:
                 return
@@ -445,12 +441,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
-        self._is_in_round = True
-        try:
+        with self._in_round():
             return self._rounds.end_open_round()
-        finally:
-            self._is_in_round = False
-            self._settle()
 
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""

@@ -1,7 +1,8 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -88,6 +89,16 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
         return self.replicator.stats
+
+    @contextmanager
+    def _in_round(self) -> Iterator[None]:
+        """The context of a round; one that fails is settled at the end."""
+        self._is_in_round = True
+        try:
+            yield
+        finally:
+            self._is_in_round = False
+            self._settle()
 
     def _settle(self) -> None:
         """Settles a round that has failed: at once or, if a second interrupt came then, before whatever is next.
