@@ -355,7 +355,8 @@ def test_local_steps_that_have_followed_a_late_round_stay_where_no_other_moves_w
     assert torch.equal(worker.parameter, weights)
 
 
-def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_since():
+@pytest.mark.parametrize("first", ["join", "flush", "resync"])
+def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_since(first):
     store = ObjectStore()
     workers = [Counter(store, number) for number in range(2)]
     mine, interrupted = workers[1], Mock(side_effect=KeyboardInterrupt)
@@ -366,8 +367,13 @@ def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_
             mine.step()
     again = workers[1] = Counter(store, 1, state=mine.state(), taken=mine.taken)
     again.optimizer.replicator.exchange = at_first(interrupted, again.optimizer.replicator.exchange)
+    if first == "flush":
+        again.optimizer.flush()
     with pytest.raises(KeyboardInterrupt):
-        again.join()
+        again.optimizer.resync() if first == "resync" else again.join()
+    if first == "resync":  # which drops the step since
+        again.parameter.grad = torch.zeros_like(again.parameter)
+        again.optimizer.local_step()
     again.optimizer.flush()
     again.join()
-    assert times_applied(store, workers)[1] == [1.0] * 3
+    assert times_applied(store, workers)[1] == [1.0, 1.0, 0.0 if first == "resync" else 1.0]

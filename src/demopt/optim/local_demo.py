@@ -279,6 +279,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
+        self.mistakes.look_at_loaded()
         self._end_open_round()
         if self._weights.start_of:
             self._weights.land()
@@ -370,8 +371,10 @@ class LocalDeMo(ReplicatedOptimizer):
                 parameter.grad = None  # it was computed at other weights
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        if not self.replicator.is_open:  # D would have the steps of an extracted message again
-            self.replicator.require_idle("a local step")
+        if self.replicator.is_open:
+            self._weights.hold_start()
+        else:
+            self.replicator.require_idle("a local step")  # D would have the steps of an extracted message again
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()

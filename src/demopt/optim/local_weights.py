@@ -218,7 +218,8 @@ class LocalWeights(Follower):
         D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
         """
         before, held = self._hash_of_global(), self.start_of
-        start = self.start_of = held or self._copies(self.global_of.values())
+        self.hold_start()
+        start = self.start_of
         try:
             yield
         finally:
@@ -226,12 +227,17 @@ class LocalWeights(Follower):
                 # Only a hash tells: a handshake moves weights of some ranks, a catch-up may have nothing to apply, and
                 # an error may come before all moves or between two.
                 has_moved = self._hash_of_global() != before
-                if not has_moved and self.start_of is start:  # otherwise steps were dropped, or an own round has ended
+                if has_moved or self.start_of is not start:  # or steps were dropped, or an own round has ended
+                    if self.steps:
+                        self.land()
+                    else:
+                        self.adopt()
+                elif not self.steps:  # otherwise a round of a state may be open, as in `hold_start`
                     self.start_of = held
-                elif self.steps:
-                    self.land()
-                else:
-                    self.adopt()
+
+    def hold_start(self) -> None:
+        """start <- global, unless there is one, because a round that is open will move the global weights."""
+        self.start_of = self.start_of or self._copies(self.global_of.values())
 
     @uninterrupted()
     def drop_steps(self) -> None:
