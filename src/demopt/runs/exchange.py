@@ -136,7 +136,7 @@ class FolderExchange(VaryingExchange):
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
         self.stopping = False  # the run was stopped, since this worker has joined
-        # The rounds that this worker sent a message for, which `end_round` notes:
+        # The rounds that this worker sent a message for, which `note_outcome` notes:
         self.last: FolderOutcome | None = None  # of the last one
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
         # Its own, and that of its rounds:
@@ -421,7 +421,7 @@ class FolderExchange(VaryingExchange):
         gone = f"{log.manifest_name(number)} is gone from {self.store.address}; {_REMEDY}"
         return self.wait_for(partial(self.manifest, number), gone)
 
-    def end_round(self, outcome: FolderOutcome, sequences: int) -> None:
+    def note_outcome(self, outcome: FolderOutcome, sequences: int) -> None:
         """Notes the end of a round for which this worker sent a message; `sequences`: that its error has lost by it."""
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.unsent -= sequences

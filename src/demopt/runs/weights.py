@@ -292,6 +292,7 @@ class FolderRounds(Rounds):
             self._catch_up()
 
     def _exchange_and_end(self) -> None:
+        """The same, but for the catch-up: within `join` that comes anyway."""
         current = self.replicator.round
         assert current is not None
         self._sent_from = current.header.round_number + 1
@@ -320,7 +321,7 @@ class FolderRounds(Rounds):
                 replicator.apply(messages)
             else:
                 replicator.mark_applied()
-            self.run.end_round(outcome, current.attached.sequences if has_left else 0)
+            self.run.note_outcome(outcome, current.attached.sequences if has_left else 0)
             # Later rounds may be decided already. Drifted weights wait for `resync`.
             self._is_behind = outcome.ending == "covered" or (outcome.ending == "applied" and outcome.row is None)
         if outcome.ending == "drifted":
