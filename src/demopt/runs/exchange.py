@@ -256,6 +256,16 @@ class FolderExchange(VaryingExchange):
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
         self._greeted.add(number + ahead)
 
+    def hello_ahead(self, number: int, seconds: float, more: float = 0.0) -> None:
+        """Asks the others to wait in a round that they have not reached, until this worker is there.
+
+        `seconds`: it takes so many for a round that it has missed, and `more` before them.
+        """
+        ahead = 4
+        while self.manifest(number + ahead) is not None:
+            ahead *= 2
+        self.hello(number, ahead, seconds * ahead + more)
+
     def take_back_hellos(self, number: int) -> None:
         """Deletes the hellos to round `number` and later ones: nobody shall wait for a worker that has left."""
         with suppress(DemoptError, OSError):  # without the right to delete, they wait

@@ -131,7 +131,6 @@ class FolderRounds(Rounds):
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
         """
         replicator, run = self.replicator, self.run
-        wiring = replicator.wiring()
         groups = [
             {
                 **{name: value for name, value in group.items() if name != "params"},
@@ -141,7 +140,7 @@ class FolderRounds(Rounds):
             }
             for group in replicator.groups
         ]
-        facts = wiring.facts(), replicator.options.config_facts(), groups
+        facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
         started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, run="", before=""))
         if started:
             run.numbers_read.clear()  # of a state of another run
@@ -395,7 +394,7 @@ class FolderRounds(Rounds):
                         f"the weights take {load_seconds:.0f} s to come, and the messages after them are gone by then: "
                         "the others are asked to wait (the run's --checkpoint-every is small for this link)"
                     )
-                    self._hello_ahead(0.0, load_seconds)
+                    run.hello_ahead(self._number, 0.0, load_seconds)
                 began = time.monotonic()
                 self.take(self._newest_checkpoint(least=manifest.round + 1))
                 load_seconds, began, rounds = time.monotonic() - began, time.monotonic(), 0
@@ -404,7 +403,7 @@ class FolderRounds(Rounds):
             else:
                 rounds += 1
                 if asks and rounds > 3 and not rounds & (rounds - 1) and run.goes_on:
-                    self._hello_ahead((time.monotonic() - began) / rounds)
+                    run.hello_ahead(self._number, (time.monotonic() - began) / rounds)
 
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
@@ -421,16 +420,6 @@ class FolderRounds(Rounds):
         with uninterrupted():
             self.replicator.apply_missed(result, self.run.received_bytes - received)
             self.run.move_to(manifest, manifest.stop)
-
-    def _hello_ahead(self, seconds: float, more: float = 0.0) -> None:
-        """Asks the others to wait in a round that they have not reached, until this worker is there.
-
-        `seconds`: it takes so many for a round that it has missed, and `more` before them.
-        """
-        run, ahead = self.run, 4
-        while self.run.manifest(self._number + ahead) is not None:
-            ahead *= 2
-        run.hello(self._number, ahead, seconds * ahead + more)
 
     # Forks
 
