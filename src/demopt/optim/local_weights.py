@@ -227,12 +227,11 @@ class LocalWeights(Follower):
                 # Only a hash tells: a handshake moves weights of some ranks, a catch-up may have nothing to apply, and
                 # an error may come before all moves or between two.
                 has_moved = self._hash_of_global() != before
-                if has_moved or self.start_of is not start:  # or steps were dropped, or an own round has ended
-                    if self.steps:
-                        self.land()
-                    else:
-                        self.adopt()
-                elif not self.steps:  # otherwise a round of a state may be open, as in `hold_start`
+                if has_moved and self.steps:
+                    self.land()
+                elif has_moved or self.start_of is not start:  # steps were dropped, or an own round has ended
+                    self.adopt()
+                elif not self.steps:  # otherwise it stays, because a round of a state may be open
                     self.start_of = held
 
     def hold_start(self) -> None:
