@@ -25,7 +25,7 @@ from demopt.core.chunking import chunking
 from demopt.core.rules import RULE_STATE, RULE_WEIGHTS, AdamW
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
-from demopt.exchange.dtensor import shard_of, to_local
+from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
 from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy, add_owner_error
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
@@ -359,8 +359,9 @@ def _unshared_entries(state: StateDict) -> StateDict:
         shared = SavedParameter.of(entry).shared_entry()
         own[number] = {name: value for name, value in entry.items() if name not in shared}
         for name, value in own[number].items():
-            if type(value) is Tensor:
-                own[number][name] = value.detach().cpu().clone()  # a view would be saved with all that it looks at
+            if isinstance(value, Tensor) and not is_made_of_others(value):  # but maybe of the parameter's own class
+                plain = value.detach().as_subclass(Tensor)
+                own[number][name] = plain.cpu().clone()  # a view would be saved with all that it looks at
             elif not (value is None or isinstance(value, bool | int | float | str)):
                 raise TypeError(
                     f"the state of parameter {number} holds {name}, a {type(value).__name__}, which cannot be "

@@ -7,6 +7,7 @@ import carriers
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import Parameter
 
 import demopt
 import problems
@@ -286,3 +287,28 @@ def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states():
     optimizer.inner[0].state[problems.all_parameters(optimizer)[0]]["thing"] = object()
     with pytest.raises(TypeError, match="holds thing, a object, which cannot be consolidated"):
         optimizer.consolidate_state_dict()
+
+
+class OfAClass(torch.Tensor):
+    """A parameter of a class of its own, which its inner optimizer's moments have too."""
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@ranks.alike(2)
+def test_states_of_parameters_of_another_class_are_consolidated_and_loading_copies_them(exchange, kind):
+    optimizer = carriers.build(
+        kind, parameters=[Parameter(torch.ones(8, 8).as_subclass(OfAClass))], process_group=exchange
+    )
+    problems.fingerprints(optimizer, range(3), exchange.rank)
+
+    def by_file():
+        return torch.load(io.BytesIO(problems.saved(carriers.saved(optimizer))), weights_only=False)
+
+    own = by_file()
+    before = problems.saved(own)
+    carriers.consolidate(optimizer)
+    for state in (own, by_file() if exchange.rank == 0 else own):
+        optimizer.load_state_dict(state)
+        end = carriers.end(optimizer, exchange.rank)
+    assert problems.saved(own) == before
+    return end[0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import Parameter, UninitializedParameter
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 import demopt
 import problems
@@ -213,5 +214,7 @@ def test_parameter_listed_twice_or_with_elements_that_share_memory_is_refused():
                 make(given)
             with pytest.raises(TypeError, match=r"is torch.sparse_coo; DeMo trains real floats"):
                 make([Parameter(torch.zeros(3).to_sparse())])
+            with pytest.raises(TypeError, match="is a TwoTensor, which is made of other tensors: on a CPU"):
+                make([Parameter(TwoTensor(torch.zeros(3), torch.zeros(3)))])
     with pytest.raises(ValueError, match="more than one parameter group"):
         DeMo([{"params": [parameter]}, {"params": [parameter]}])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from demopt.core.rules import Rule
-from demopt.exchange.dtensor import shard_of, to_local
+from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
 from demopt.kernels.gate import check_in_host_memory
 
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
@@ -110,6 +110,9 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         kind = dtype if parameter.layout == torch.strided else parameter.layout
         if parameter.requires_grad and not (is_dense and parameter.is_floating_point() and dtype.itemsize > 1):
             raise TypeError(f"a parameter of shape {shape} is {kind}; DeMo trains real floats, 16 bits or more, dense")
+        if parameter.requires_grad and parameter.is_cpu and is_made_of_others(to_local(parameter)):
+            made = f"is a {type(to_local(parameter)).__name__}, which is made of other tensors"
+            raise TypeError(f"a parameter of shape {shape} {made}: on a CPU DeMo trains plain ones, so freeze it")
         if not is_dense:
             raise TypeError(
                 f"a frozen parameter of shape {shape} is {kind}, and ranks compare dense ones: leave it out"

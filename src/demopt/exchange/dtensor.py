@@ -12,10 +12,15 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def is_made_of_others(tensor: Any) -> bool:
+    """Whether a tensor has no memory of its own, as a DTensor, or a quantized weight of torchao."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
     """Yields the plain tensors that hold these here: of a quantized weight of torchao all that it is made of."""
     for tensor in map(to_local, tensors):
-        if hasattr(tensor, "__tensor_flatten__"):
+        if is_made_of_others(tensor):
             yield from parts_of(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_parameters
 from demopt.errors import first_line
-from demopt.exchange.dtensor import shard_of, to_local
+from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.session import varies
@@ -207,9 +207,12 @@ class InnerOptimizers:
         loaded = [group | mine for group, mine in zip(groups, values, strict=True)]
         entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
         # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
-        entries = tree_map(
-            lambda value: value.clone() if type(value) is Tensor or hasattr(value, "placements") else value, entries
-        )
+
+        def apart(value: Any) -> Any:
+            copied = hasattr(value, "placements") or (isinstance(value, Tensor) and not is_made_of_others(value))
+            return value.clone() if copied else value
+
+        entries = tree_map(apart, entries)
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
