@@ -303,3 +303,15 @@ def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerpr
 def test_resync_of_ranks_with_other_parameters_is_refused_on_all(exchange):
     with pytest.raises(SettingsError, match=r"rank 1 has tensor 0 to copy = .*\[4\] where rank 0 has .*\[3\]"):
         problems.demo(exchange, [(3 + exchange.rank,)]).resync()
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@ranks.each(2)
+def test_resync_that_takes_weights_that_are_not_finite_says_so(rank, kind):
+    """On all ranks, because in these processes a warning is an error."""
+    optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW))
+    problems.train(optimizer, range(2), rank)
+    problems.all_parameters(optimizer)[rank].data.view(-1)[0] = torch.nan
+    with pytest.raises(UserWarning, match="resync took weights of rank 1 that are not finite; load others there"):
+        optimizer.resync(1, **({} if kind == "DeMo" else {"model": True}))
+    return optimizer.fingerprint()

@@ -171,6 +171,13 @@ STRIDES = {
 }
 
 
+def test_negative_view_is_named_by_the_step():
+    parameter = Parameter(torch._neg_view(torch.ones(3)))
+    parameter.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="parameter 0 is a view of the negative of its memory"):
+        DeMo([parameter]).step()
+
+
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("strided_gradient", [True, False])
 def test_step_ignores_strides(strides, strided_gradient, bits_by):

@@ -19,11 +19,12 @@ def is_made_of_others(tensor: Any) -> bool:
 
 def parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
     """Yields the plain tensors that hold these here: of a quantized weight of torchao all that it is made of."""
-    for tensor in map(to_local, tensors):
-        if is_made_of_others(tensor):
-            yield from parts_of(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for tensor in tensors:
+        local: Any = to_local(tensor)
+        if is_made_of_others(local):
+            yield from parts_of(getattr(local, name) for name in local.__tensor_flatten__()[0])
         else:
-            yield tensor
+            yield local
 
 
 def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -52,7 +52,9 @@ def address(
     if shape is not None and tensor.shape != torch.Size(shape):
         raise ValueError(f"{what} has shape {list(tensor.shape)}; the kernel expects {list(shape)}")
     whole = tensor[0] if by_row and len(tensor) else tensor
-    if not whole.is_contiguous() or tensor.is_neg():
+    if tensor.is_neg():
+        raise ValueError(f"{what} is a view of the negative of its memory; give the kernel its resolve_neg()")
+    if not whole.is_contiguous():
         raise ValueError(f"{what} has strides {list(tensor.stride())}; the kernel expects it contiguous")
     return tensor.data_ptr()
 

@@ -108,8 +108,8 @@ def _warn_of_statistics(model: nn.Module) -> None:
 class _LocalWeightsSeen:
     """A forward pre-hook that warns, once, if a model in eval() runs with the local weights of one rank."""
 
-    def __init__(self, mistakes: "Mistakes") -> None:
-        self._mistakes = weakref.ref(mistakes)
+    def __init__(self, mistakes: "Mistakes | None") -> None:
+        self._mistakes = (lambda: None) if mistakes is None else weakref.ref(mistakes)
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
         if model.training or torch.compiler.is_compiling():  # graphs stay whole
@@ -125,8 +125,12 @@ class _LocalWeightsSeen:
             "rounds: call it inside `with optimizer.shared():`, where there is none"
         )
 
-    # Copies, such as the average of an EMA, are not this optimizer's; and whoever loads a pickled model may not have
-    # demopt. So a copy has a hook that returns its inputs: dict.get, of a module that it does not know.
+    # Copies, such as the average of an EMA, are not this optimizer's.
+    def __deepcopy__(self, _: Any) -> "_LocalWeightsSeen":
+        return _LocalWeightsSeen(None)
+
+    # Whoever loads a pickled model may not have demopt. So it has a hook that returns its inputs: dict.get, of a module
+    # that it does not know.
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ({}, "get")
 

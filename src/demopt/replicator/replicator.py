@@ -31,7 +31,15 @@ from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
 from demopt.replicator.rounds import Follower, Outcome, Stage, VaryingExchange
 from demopt.replicator.route import Result, read_result
-from demopt.replicator.session import Session, check_alike, copies_of, copy_tensors, difference_of_copies, tensors_at
+from demopt.replicator.session import (
+    Session,
+    check_alike,
+    copies_of,
+    copy_tensors,
+    difference_of_copies,
+    tensors_at,
+    warn_of_all,
+)
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import check_rank, warn
 from demopt.wire.bits import pack_sections
@@ -547,6 +555,9 @@ class Replicator:
         for held, places in copies_of(wiring, exchange):
             copy_tensors(held, tensors_at(places, wiring, momenta=True), src=0)
         self.round_number.copy_(number[0])
+        if not all_usable(parts_of(each for each in wiring.parameters if each.requires_grad)):
+            text = f"resync took weights of rank {src} that are not finite; load others there, or take another rank's"
+            warn_of_all(exchange, text, wiring.device)
 
     def regroup(self, process_group: Any) -> None:
         """As `DeMo.regroup`; a round in flight is undone."""
