@@ -41,8 +41,8 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-#: The names of the replicator's parts in a state of LocalDeMo, by those that they have in `Replicator.state` and in a
-#: state of DeMo: in the former an entry is the inner optimizer's, too, which may have a "step".
+#: What a state of LocalDeMo calls the replicator's parts, by their names in `Replicator.state` and in a state of DeMo:
+#: there an entry has the inner optimizer's parts, too, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
     "step": "round",
@@ -69,7 +69,7 @@ class SavedParameter:
         saved_by = SavedBy.of(entry)
         if saved_by is None or len(entry) > saved_by.entries:
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
-        if "momentum" in entry and "global" not in entry:  # of DeMo, maybe with parts that a script has put there
+        if "momentum" in entry and "global" not in entry:  # of DeMo; also what a script has put there
             return SavedParameter(dict(entry), {}, {})
         replicator = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
         weights = {name: entry[name] for name in OF_WEIGHTS if name in entry}

@@ -363,7 +363,7 @@ def test_bytes_of_a_run_are_those_of_its_rounds_whatever_is_uploaded_beside_them
 def test_lent_moments_of_other_names_shapes_or_kinds_are_told_and_not_taken(changed, store):
     Worker(store, 0, checkpoint_every=2, inner=adamw).round(2)
     name = "moments/00000002"
-    head, tensors = checkpoints._split(name, store.get(name, 1 << 20))
+    head, tensors = checkpoints._from_bytes(name, store.get(name, 1 << 20))
     names, tensors = changed(head["names"], tensors)
     stores.put(store, name, checkpoints._to_bytes({**head, "names": names}, tensors))
     joiner, alone = Worker(store, 1, inner=adamw).join(), Worker(ObjectStore(), 1, inner=adamw).join()
