@@ -52,7 +52,7 @@ class Pair:
 def doctor(
     peers: Annotated[list[str] | None, typer.Option(help="A machine's address; repeat, in one order on all.")] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 60.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0, max=1e6)] = 60.0,
 ) -> int:
     """Find obstacles to a run between machines. Start it on all of them, with the same --peers."""
     from demopt.train.team import require_connections

@@ -398,6 +398,8 @@ def test_each_sequence_counts_in_one_message(machines, delay):
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
         (("train", "--run", "s3://b/x#1"), "in each part of a name, not 'x#1'"),
         (("train", "--run", "RUN", "--key-file", "none"), "copy the run's key, or make one"),
+        (("train", "--run", "RUN", "--threads", "100000"), "--threads is 100000; it must be less than or equal to"),
+        (("doctor", "--wait", "1e300"), "'--wait'"),
         (("doctor", "--peers", "a..b"), "--peers a..b: no address for this name"),
         (("doctor", "--peers", "10.255.255.1"), "--peers 10.255.255.1: wanted exactly one address of this machine"),
     ],

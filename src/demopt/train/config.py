@@ -156,7 +156,7 @@ class TrainConfig:
     )
     precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
     compile: bool = machine(False, "Run the model through torch.compile.", free=True)
-    threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, free=True)
+    threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, le=1024, free=True)
     timeout: float = machine(600.0, "Seconds to wait for a silent worker.", ge=1, le=1e7, free=True)
 
     run: str = folder("", "Train through this folder or bucket: a path, s3://, gs:// or az://. Others join it.")
