@@ -160,8 +160,8 @@ class Worker(Training):
 
     @property
     def ended(self) -> bool:
-        """Whether the run has all its steps, or its manifests have all its sequences."""
-        return self.run.all_read if self.run.total else max(self.number, self.steps_done) == self.config.steps
+        """Whether the run has all its rounds, or this worker has its last step."""
+        return self.run.is_complete or max(self.number, self.steps_done) == self.config.steps
 
     @property
     def part(self) -> float | None:
