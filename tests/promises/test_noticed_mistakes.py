@@ -414,3 +414,15 @@ def test_rounds_of_two_equal_optimizers_are_not_averaged_with_each_other(exchang
         problems.fingerprints(optimizer, [4], exchange.rank)  # a local step
     error = str(problems.refusal(optimizer, 5, exchange.rank))
     assert "the ranks are at rounds of 2 optimizers: some rank has left out a step" in error
+
+
+@ranks.alike(2)
+def test_rank_that_left_out_a_step_and_is_in_a_collective_of_its_script_is_told(exchange):
+    optimizer = problems.optimizer_of("DeMo", problems.parameters([(4, 4)]), process_group=exchange)
+    problems.fingerprints(optimizer, [0], exchange.rank)
+    if exchange.rank == 0:
+        error = str(problems.refusal(optimizer, 1, exchange.rank))
+        assert "message of rank 1: begins with" in error
+        assert "or the rank left out a step, and is in another collective" in error
+    else:
+        exchange.all_gather(torch.zeros(optimizer.stats.sent_bytes, dtype=torch.uint8))

@@ -130,7 +130,8 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
             told = f"messages have {raw.length} bytes, this layout's have {HEADER_BYTES + body_bytes}"
             raise MessageError(f"{told}: truncated, or from a rank with other settings")
         if raw.magic != MAGIC:
-            raise MessageError(f"begins with {raw.magic!r}, not {MAGIC!r}: not a message of demopt", rank)
+            told = "not a message of demopt, or the rank left out a step, and is in another collective"
+            raise MessageError(f"begins with {raw.magic!r}, not {MAGIC!r}: {told}", rank)
         if raw.version != VERSION:
             raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
         if raw.claimed != raw.checksum:
