@@ -245,6 +245,25 @@ def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(rank, c
     assert told == [True] * (collective != "nothing" and rank == 0)
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@ranks.alike(2)
+def test_other_parameters_that_begin_to_train_on_one_rank_are_named(exchange, at, named):
+    """Of one shape, so that the layouts are equal."""
+    parameters = problems.parameters([(4, 4)] * 3)
+    for frozen in parameters[1:]:
+        frozen.requires_grad_(False)
+    given = [(f"layer {number}", each) for number, each in enumerate(parameters)] if named else parameters
+    optimizer = LocalDeMo(problems.SGD(given), sync_every=2, process_group=exchange)
+
+    def thaw(step):
+        parameters[1 + exchange.rank].requires_grad_(step >= at)
+
+    said = r"^rank 1 has frozen parameters of param_groups\[0\] = \[1\] where rank 0 has \[2\]$"
+    with pytest.raises(SettingsError, match=said):
+        problems.fingerprints(optimizer, range(4), exchange.rank, thaw)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @ranks.alike(2)
 def test_group_that_is_added_between_two_rounds_trains_from_then_on(exchange, delay):

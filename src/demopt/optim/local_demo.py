@@ -520,8 +520,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _facts(self) -> Facts:
         """Returns the settings that ranks must share, beyond the replicator's, as they are now."""
-        but = None if self._rounds.in_step else _SCHEDULED
-        return ("sync_every", str(self.sync_every)), *self._inner.facts(but).items()
+        in_step, known = self._rounds.in_step, self._weights.global_of
+        shared = {"sync_every": str(self.sync_every), **self._inner.facts(None if in_step else _SCHEDULED)}
+        for number, group in enumerate(self.param_groups if in_step else ()):  # a folder's record has their weights
+            if frozen := [place for place, parameter in enumerate(group["params"]) if parameter not in known]:
+                shared[f"frozen parameters of param_groups[{number}]"] = str(frozen)
+        return tuple(shared.items())
 
     def _before_change(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes."""
