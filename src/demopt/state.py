@@ -62,15 +62,21 @@ class SavedParameter:
     replicator: dict[str, Any]  # as in `Replicator.state`
     weights: dict[str, Any]  # of `LocalWeights.to_save`, with the transform in whose domain the error is; none of DeMo
     inner: dict[Any, Any]  # the inner optimizer's; none of DeMo
+    of_local: bool = True  # whether it is in a state of LocalDeMo
 
     @staticmethod
-    def of(entry: Mapping[Any, Any]) -> "SavedParameter":
-        """Reads an entry of a state, without what torch has added to it (`SavedBy`)."""
+    def of(entry: Mapping[Any, Any], of_local: bool | None = None) -> "SavedParameter":
+        """Reads an entry of a state, without what torch has added to it (`SavedBy`).
+
+        `of_local`: the optimizer that loads it is a LocalDeMo; None: the entry's names tell.
+        """
+        if of_local is None:
+            of_local = "global" in entry or "momentum" not in entry
         saved_by = SavedBy.of(entry)
         if saved_by is None or len(entry) > saved_by.entries:
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
-        if "momentum" in entry and "global" not in entry:  # of DeMo; also what a script has put there
-            return SavedParameter(dict(entry), {}, {})
+        if not of_local:  # also what a script has put there
+            return SavedParameter(dict(entry), {}, {}, of_local)
         replicator = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
         weights = {name: entry[name] for name in OF_WEIGHTS if name in entry}
         inner = {}
@@ -102,7 +108,7 @@ class SavedParameter:
 
     def name_in_entry(self, name: str) -> str:
         """Returns the name that the entry has for a part of ours."""
-        return NAMES_IN_LOCAL.get(name, name) if self.weights else name
+        return NAMES_IN_LOCAL.get(name, name) if self.of_local else name
 
 
 # One rank's state, read
@@ -157,17 +163,17 @@ def read_state(
     Raises:
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
-    saved_of = {number: SavedParameter.of(entry) for number, entry in state.get("state", {}).items()}
+    saved_of = {number: SavedParameter.of(entry, local) for number, entry in state.get("state", {}).items()}
     found, lacking = dict[Tensor, SavedParameter](), list[str]()
     trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
-    if trains and not any(saved.weights if local else saved.replicator or saved.inner for saved in saved_of.values()):
+    if trains and not any(saved.weights if local else saved.replicator for saved in saved_of.values()):
         lacks = "global weights and error" if local else "momentum"
         inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if local else ""
         raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
     for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             saved = saved_of.get(number, SavedParameter({}, {}, {}))
-            if not (saved.ours or (saved.inner and not local)):  # it was frozen
+            if not saved.ours:  # it was frozen
                 lacking += [str(number)] if parameter.requires_grad else []
                 continue
             _check_counts(saved, number)
@@ -177,7 +183,7 @@ def read_state(
                 )
             if local:
                 _check_weights(saved.weights, parameter, settings[group_number].transform, number)
-            elif saved.weights:
+            elif "global" in saved.replicator:
                 raise ValueError(f"the state of parameter {number} was saved by another optimizer, a LocalDeMo")
             _check_replicator(saved, parameter, settings[group_number], number)
             found[parameter] = saved
@@ -463,7 +469,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
         if saved_by := SavedBy.of(replicator):
             replicator[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
-        taken[number] = SavedParameter(replicator, weights, saved_of[largest].inner).entry()
+        taken[number] = replace(saved_of[largest], replicator=replicator, weights=weights).entry()
     return {**states[largest], "state": taken}
 
 

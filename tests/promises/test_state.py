@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
+from demopt import DeMo, LocalDeMo, reshard
 from demopt.exchange import SingleRank
 
 
@@ -158,6 +158,18 @@ def test_load_state_dict_refuses_another_model(other, says):
     with problems.unchanged(optimizer), pytest.raises(ValueError, match=says):
         optimizer.load_state_dict(other.state_dict())
     assert int(optimizer.replicator.round_number) == 1
+
+
+@pytest.mark.parametrize("carried", [lambda state: state, lambda state: reshard([state], 1)[0]])
+def test_state_of_local_that_has_lost_its_weights_is_refused(carried):
+    """With SGD inside, nothing is left of it but an error that has the shape of a momentum."""
+    local, demo = problems.local(shapes=[(32, 16)]), problems.demo(shapes=[(32, 16)])
+    state = local.state_dict()
+    for name in ("global", "local_steps", "transform"):
+        del state["state"][0][name]
+    for optimizer in (local, demo):
+        with problems.unchanged(optimizer), pytest.raises(ValueError, match="another optimizer"):
+            optimizer.load_state_dict(carried(state))
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])
