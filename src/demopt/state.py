@@ -141,59 +141,60 @@ def _has_parameters(group: Mapping[str, Any]) -> bool:
     return isinstance(found, list | tuple) and all(isinstance(number, Hashable) for number in found)
 
 
-def check_sizes(state: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError unless a state has an optimizer's groups, each with as many parameters."""
-    saved, mine = ([len(group["params"]) for group in each] for each in (state.get("param_groups", []), groups))
+def read_state(state: StateDict, groups: Sequence[Any], of_local: bool) -> list[tuple[Any, SavedParameter]]:
+    """Returns what the state of an optimizer, a LocalDeMo if `of_local`, has of each parameter, with its number there.
+
+    ValueError unless it has the optimizer's groups, each with as many parameters.
+    """
+    entries, saved_groups = state.get("state", {}), state.get("param_groups", [])
+    saved, mine = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
     if saved != mine:
         raise ValueError(f"the state has parameter groups of {saved} parameters, this optimizer of {mine}")
+    numbers = [number for group in saved_groups for number in group["params"]]
+    return [(number, SavedParameter.of(entries.get(number, {}), of_local)) for number in numbers]
 
 
-def read_state(
-    state: StateDict,
-    groups: Sequence[Any],
-    settings: Sequence[Hyperparameters],
+def check_saved(
+    numbered: Sequence[tuple[Any, SavedParameter]],
+    settings_of: Mapping[Tensor, Hyperparameters],
     rank_and_size: tuple[int, int],
-    local: bool,
+    of_local: bool,
 ) -> dict[Tensor, SavedParameter]:
-    """Returns what a state has of each parameter: all of it is checked, so that loading changes nothing or succeeds.
+    """Returns what `read_state` found, by parameter: all of it is checked, so that loading changes nothing or succeeds.
 
-    `groups` are those of the optimizer, a LocalDeMo if `local`, and `settings` what they will have. Parameters of which
-    the state has nothing are left out; warns if they train, and if the state is not this rank's own.
+    `settings_of` are those that the parameters will have. Parameters of which the state has nothing are left out; warns
+    if they train, and if the state is not this rank's own.
 
     Raises:
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
-    saved_of = {number: SavedParameter.of(entry, local) for number, entry in state.get("state", {}).items()}
-    found, lacking = dict[Tensor, SavedParameter](), list[str]()
-    trains = any(parameter.requires_grad for group in groups for parameter in group["params"])
-    if trains and not any(saved.weights if local else saved.replicator for saved in saved_of.values()):
-        lacks = "global weights and error" if local else "momentum"
-        inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if local else ""
+    by_parameter, lacking = dict[Tensor, SavedParameter](), list[str]()
+    found = any(saved.weights if of_local else saved.ours for _, saved in numbered)
+    if not found and any(parameter.requires_grad for parameter in settings_of):
+        lacks = "global weights and error" if of_local else "momentum"
+        inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if of_local else ""
         raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
-    for group_number, (group, saved_group) in enumerate(zip(groups, state["param_groups"], strict=True)):
-        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            saved = saved_of.get(number, SavedParameter({}, {}, {}))
-            if not saved.ours:  # it was frozen
-                lacking += [str(number)] if parameter.requires_grad else []
-                continue
-            _check_counts(saved, number)
-            if local and not {"global", "momentum", "step", "local_steps"} <= saved.ours.keys():
-                raise ValueError(
-                    f"the state of parameter {number} has no global weights and error: another optimizer saved it"
-                )
-            if local:
-                _check_weights(saved.weights, parameter, settings[group_number].transform, number)
-            elif "global" in saved.replicator:
-                raise ValueError(f"the state of parameter {number} was saved by another optimizer, a LocalDeMo")
-            _check_replicator(saved, parameter, settings[group_number], number)
-            found[parameter] = saved
+    for (parameter, settings), (number, saved) in zip(settings_of.items(), numbered, strict=True):
+        if not saved.ours:  # it was frozen
+            lacking += [str(number)] if parameter.requires_grad else []
+            continue
+        where = f"the state of parameter {number}"
+        if of_local and not {"global", "momentum", "step", "local_steps"} <= saved.ours.keys():
+            raise ValueError(f"{where} has no global weights and error: another optimizer saved it")
+        if not of_local and "global" in saved.ours:
+            raise ValueError(f"{where} was saved by another optimizer, a LocalDeMo")
+        _check_counts(saved, number)
+        if of_local:
+            _check_weights(saved.weights, parameter, settings.transform, number)
+        _check_replicator(saved, parameter, settings, number)
+        by_parameter[parameter] = saved
     if lacking:
         warn(
             f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "
             "zero: right for a parameter that was frozen when it was saved"
         )
-    _warn_unless_own(found, *rank_and_size)
-    return found
+    _warn_unless_own(by_parameter, *rank_and_size)
+    return by_parameter
 
 
 def _check_counts(saved: SavedParameter, number: int) -> None:

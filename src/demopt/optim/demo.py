@@ -16,7 +16,7 @@ from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.wiring import Options
-from demopt.state import check_sizes, read_state
+from demopt.state import check_saved, read_state
 from demopt.validation import check_choice
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
@@ -243,14 +243,15 @@ class DeMo(ReplicatedOptimizer):
             replicator.restore({parameter: entry for parameter, entry in self.state.items() if entry})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        check_sizes(state_dict, self.param_groups)
-        groups, settings = [], []
+        numbered = read_state(state_dict, self.param_groups, of_local=False)
+        groups, settings_of = [], dict[Tensor, Hyperparameters]()
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             loaded = {name: value for name, value in {**self.defaults, **saved_group}.items() if name != "params"}
             groups.append(plain(loaded))
-            settings.append(_settings_of(groups[-1]))
-            check_matrices(settings[-1].update, group["params"])
-        saved_of = read_state(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=False)
+            settings = _settings_of(groups[-1])
+            check_matrices(settings.update, group["params"])
+            settings_of |= dict.fromkeys(group["params"], settings)
+        saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=False)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self.replicator.restore({parameter: saved.replicator for parameter, saved in saved_of.items()})

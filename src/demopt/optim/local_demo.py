@@ -33,7 +33,7 @@ from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.wiring import Facts, Options
-from demopt.state import SavedParameter, check_sizes, read_state
+from demopt.state import SavedParameter, check_saved, read_state
 from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
@@ -624,13 +624,13 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("load_state_dict")
         if self.replicator.round is None:  # otherwise `replicator.restore` rolls it back first
             self._follow_inner()
-        check_sizes(state_dict, self.param_groups)
-        settings = [Hyperparameters.of(group) for group in self._replicated_groups()]
-        saved_of = read_state(state_dict, self.param_groups, settings, self.replicator.rank_and_size, local=True)
+        numbered = read_state(state_dict, self.param_groups, of_local=True)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        settings_of = dict.fromkeys(parameters, Hyperparameters.of(self._settings))
+        saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         # also of parameters that were frozen, of which `saved_of` has nothing
-        inner = {number: SavedParameter.of(entry).inner for number, entry in state_dict.get("state", {}).items()}
-        self._inner.load(state_dict["param_groups"], inner)
+        self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
         self._follow_inner(also=saved_of)
         global_of = self._weights.global_of
         self.replicator.restore({global_of[local]: saved.replicator for local, saved in saved_of.items()})

@@ -22,7 +22,7 @@ class SavedBy(NamedTuple):
     A state may gain or lose entries on its way. torch's flattened states get an empty dict for each name that the
     loading optimizer has and the file lacks; torch.distributed.checkpoint drops the names that the optimizer lacks. So
     `SavedParameter.of` leaves out empty dicts where there are more entries than counted here (those of an inner
-    optimizer stay), and `read_state` warns if there are fewer.
+    optimizer stay), and `check_saved` warns if there are fewer.
     """
 
     rank: int
