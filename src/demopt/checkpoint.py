@@ -58,26 +58,26 @@ class LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Adds the keys of other ranks; called by DCP."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)  # newer torch puts None for `_Entry`, numbers stay
-        saved = metadata.state_dict_metadata if metadata is not None else {}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        in_file = metadata.state_dict_metadata if metadata is not None else {}
         # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
-        # The keys there are this rank's; instead come those of the old ranks that it takes over from. Their value only
-        # says that an object is to be read, which replaces it: so this rank's entry serves for all.
+        # The keys there are this rank's; instead come those of the old ranks that it takes over from. A value only
+        # says that an object is to be read, which replaces it (newer torch has None): this rank's entry serves for all.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
             prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
-            old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in saved)
-            if not old_size and f"{prefix}rank0.shard0.0" in saved and match["shard"] != "0":
+            world_size = self.state_dict[f"{prefix}world_size"]  # the optimizer's: the file is not read yet
+            old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in in_file)
+            if not old_size and f"{prefix}rank0.shard0.0" in in_file and match["shard"] != "0":
                 raise ValueError(f"the checkpoint has nothing of shard {match['shard']}: {_SHARDS}")
-            now = self.state_dict[f"{prefix}world_size"]  # nothing is read yet
-            for old in overlaps(rank, now, old_size) if old_size else ():
+            for old in overlaps(rank, world_size, old_size) if old_size else ():
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             # DCP refuses a key that the file lacks, because fewer ranks saved it. One that the file has stays, even if
             # another rank takes over from it: without any DCP would take the file for one of torch 2.3.
-            if old_size and key not in saved:
+            if old_size and key not in in_file:
                 del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -140,7 +140,7 @@ class OptimizerState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        old_size, parameters = state_dict["world_size"], self._parameters
+        old_size, parameters = state_dict["world_size"], self._parameters  # the file's, now that it is read
         entries = [(match, entry) for key, entry in state_dict.items() if (match := _KEY.fullmatch(key))]
         ranks = {int(match["rank"]) for match, _ in entries}
         if not isinstance(old_size, int) or old_size < 1:
@@ -152,15 +152,12 @@ class OptimizerState:
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
         # A key of this rank that the file lacks is here too, unread: `overlaps` does not name it.
-        states: dict[int, StateDict] = {
-            old: {"state": {}, "param_groups": state_dict["param_groups"]} for old in needed
-        }
+        states = {old: StateDict(state={}, param_groups=state_dict["param_groups"]) for old in needed}
         for match, entry in entries:
-            if (old := int(match["rank"])) in needed and (saved := _read_entry(entry))["values"]:
-                number, sharded = int(match["number"]), saved["sharded"]
-                parameter = parameters[number]
+            old, number = int(match["rank"]), int(match["number"])
+            if old in needed and (saved := _read_entry(entry))["values"]:
                 states[old]["state"][number] = {
-                    name: placed_as(value, parameter) if name in sharded else value
+                    name: placed_as(value, parameters[number]) if name in saved["sharded"] else value
                     for name, value in saved["values"].items()
                 }
         folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
