@@ -10,7 +10,7 @@ import os
 import signal
 import traceback
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -223,15 +223,23 @@ def test_hooks_of_torch_run(kind):
     assert called == names
 
 
-def test_round_that_an_interrupt_has_left_is_applied_before_the_next_gradient():
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("then", ["zero_grad", "finish_round"])
+def test_round_that_an_interrupt_has_left_is_applied_before_the_next_gradient_and_once(then, kind):
     pytest.importorskip("torchft")
-    inner = problems.local(shapes=[(4, 4)], sync_every=1)
-    optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 0), inner)
-    optimizer._new, optimizer._quorum = False, Mock(met=True)
-    optimizer._quorum.form.side_effect = [KeyboardInterrupt, None]
-    optimizer._quorum.exchange.return_value = SingleRank()
-    problems.set_gradients(problems.all_parameters(inner), 0)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    optimizer.zero_grad()
-    assert (int(inner.replicator.round_number), inner.weights_differ) == (1, False)
+    found = []
+    for interrupts in ([], [KeyboardInterrupt]):
+        more = {"sync_every": 1} if kind == "LocalDeMo" else {}
+        inner = problems.optimizer_of(kind, problems.parameters([(4, 4)]), **more)
+        optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 0), inner)
+        optimizer._new, optimizer._quorum = False, Mock(met=True)
+        optimizer._quorum.form.side_effect = [*interrupts, None]
+        optimizer._quorum.exchange.return_value = SingleRank()
+        problems.set_gradients(problems.all_parameters(inner), 0)
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            optimizer.step()
+        if interrupts:
+            getattr(optimizer, then)()
+        assert int(inner.replicator.round_number) == 1
+        found.append((inner.fingerprint(), problems.bits(inner.param_groups[0]["params"])))
+    assert found[0] == found[1]

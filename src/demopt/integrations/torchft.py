@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from demopt.errors import DemoptError, ExchangeError, SettingsError, first_line
 from demopt.exchange import Exchange
 from demopt.exchange.interface import gather_values
+from demopt.interrupts import uninterrupted
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round, Stats
@@ -122,8 +123,9 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def finish_round(self) -> None:
-        """Runs a round, and returns when it is applied. With LocalDeMo, also before the round is due."""
-        self._extract()
+        """Runs a round, with LocalDeMo also before one is due, or ends one interrupted; returns when it is applied."""
+        if self._detached is None:  # otherwise its steps would be in the momentum twice
+            self._extract()
         self._round()
 
     @property
@@ -172,9 +174,10 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             self._detached = inner.replicator.detach_round()
             raise
-        self._detached = None
-        inner.apply(messages)
-        self._counted |= dict.fromkeys(self._names, step)
+        with uninterrupted():
+            self._detached = None
+            inner.apply(messages)
+            self._counted |= dict.fromkeys(self._names, step)
 
     def _give_up(self) -> None:
         self._quorum.close()
