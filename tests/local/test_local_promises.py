@@ -223,6 +223,25 @@ def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(exchange, inne
     return skipped
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("delay", [0, 1])
+@ranks.alike(2)
+def test_flush_without_a_round_in_flight_changes_nothing_after_a_skipped_one(exchange, delay, steps):
+    optimizer = make(exchange, sync_every=2, delay=delay)
+
+    def spoil(_):
+        if exchange.rank:
+            problems.all_parameters(optimizer)[0].grad.fill_(torch.nan)
+
+    train(optimizer, range(2), exchange.rank, spoil)
+    optimizer.flush()
+    assert optimizer.stats.skipped
+    assert optimizer.weights_differ != exchange.rank, "its steps are in the error, and stay in its local weights"
+    train(optimizer, range(steps), exchange.rank)
+    with problems.unchanged(optimizer):
+        optimizer.flush()
+
+
 def test_grad_scaler_changes_nothing_of_local_demo_and_an_infinite_step_counts():
     def trained(enabled):
         optimizer = make(None, [(8, 4)], problems.SGD, sync_every=2, top_k=None)

@@ -280,8 +280,9 @@ class LocalDeMo(ReplicatedOptimizer):
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
         self.mistakes.look_at_loaded()
+        was_open = self.replicator.is_open
         self._end_open_round()
-        if self._weights.start_of:
+        if was_open:
             self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:

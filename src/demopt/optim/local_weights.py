@@ -246,9 +246,10 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def land(self) -> None:
-        """local <- global - D, which no message has: after others' moves, or with delay the last round in flight."""
-        self._rebase(self._local_ones())
-        self.start_of = {}
+        """local <- global - D, after a round or others' moves; without local steps since, `follow` has done so."""
+        if self.steps and self.start_of:
+            self._rebase(self._local_ones())
+            self.start_of = {}
 
     def _rebase(self, locals_of: Mapping[Tensor, Tensor]) -> None:
         """local <- global - D, or global where it does not train."""
