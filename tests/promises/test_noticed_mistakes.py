@@ -426,3 +426,26 @@ def test_rank_that_left_out_a_step_and_is_in_a_collective_of_its_script_is_told(
         assert "or the rank left out a step, and is in another collective" in error
     else:
         exchange.all_gather(torch.zeros(optimizer.stats.sent_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_parameters_replaced_in_mid_training_are_told_after_many_rounds_and_a_long_idle_phase_is_not(kind):
+    model = nn.Linear(4, 2)
+    optimizer = problems.optimizer_of(kind, model.parameters())
+
+    def train(rounds, idle=False):
+        for _ in range(rounds * optimizer.sync_every):
+            optimizer.zero_grad()
+            if not idle:
+                model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(2)
+        train(99, idle=True)
+        train(1)
+        model.weight, model.bias = (nn.Parameter(each.detach().clone()) for each in (model.weight, model.bias))
+        train(99)
+    with pytest.warns(UserWarning, match="in the last 100 rounds. Were they replaced"):
+        train(1)

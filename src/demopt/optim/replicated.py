@@ -14,6 +14,8 @@ from demopt.replicator.rounds import Rounds
 from demopt.state import StateDict, check_form, collect, consolidated, own_part, savers_of
 from demopt.validation import warn
 
+_MANY_IDLE = 100  # rounds
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -73,6 +75,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     sync_every: int = 1  # steps from one round to the next
     _warned: frozenset[str] = frozenset()  # of what
     _is_trained: bool = False  # some parameter has had a gradient
+    _idle_rounds: int = 0  # in a row, since then without one
     _has_begun: bool = False  # a round
     _is_in_round: bool = False  # as a handler of a signal may find it
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
@@ -167,13 +170,23 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             self.warn_once("consolidated", costs, here=True)
 
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        self._is_trained = self._is_trained or any(gradient is not None for gradient in gradients)
+        if any(gradient is not None for gradient in gradients):
+            self._is_trained, self._idle_rounds = True, -1  # before the round that takes it
 
     def _warn_unless_trained(self, compared: bool = True) -> None:
-        """Warns, from the second round on, if no parameter that trains has had a gradient.
+        """Warns, from the second round on, if no parameter that trains has had a gradient, or none for very long.
 
         `compared`: on no rank, of several. The first batches of one may have nothing to learn, such as no boxes.
         """
+        self._idle_rounds += 1
+        if self._is_trained and self._idle_rounds == _MANY_IDLE:
+            self.warn_once(
+                "idle",
+                f"no parameter of this optimizer has had a gradient on this rank in the last {_MANY_IDLE} rounds. Were "
+                "they replaced, by load_state_dict(assign=True), a conversion of the model or new layers? Then the "
+                "model trains weights that no round moves: build the optimizer anew",
+                here=True,
+            )
         known = self._is_trained or "frozen" in self._warned
         known = known or (compared and not self.replicator.session.compares_gradients)
         if self._has_begun and not known and any(p.requires_grad for g in self.param_groups for p in g["params"]):
