@@ -203,14 +203,14 @@ class _Entry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
         entry = _Entry({})
-        entry.values, entry.sharded = self._packed()
+        entry.values, entry.sharded = self._as_saved()
         return entry
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values, sharded = self._packed()
+        values, sharded = self._as_saved()
         return OrderedDict, ((("values", values), ("sharded", sharded)),)  # no dict: `weights_only` builds none
 
-    def _packed(self) -> tuple[dict[str, Any], list[str]]:
+    def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
         local = {
             name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: of a view
             for name, value in self.values.items()  # pickle would write all that it looks at

@@ -41,18 +41,17 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-#: What a state of LocalDeMo calls the replicator's parts, by their names in `Replicator.state` and in a state of DeMo:
-#: there an entry has the inner optimizer's parts, too, such as a "step".
+# Parts have one name in a `SavedParameter`, which is that in `Replicator.state` and in a state of DeMo.
+OF_WEIGHTS = ("global", "local_steps", "transform", "local", "start")  # only LocalDeMo has these parts
+OF_ONE_RANK = ("momentum", *OF_OWNERS, SAVED_BY, "local", "start")  # all other parts of ours are equal on all ranks
+#: The names in a state of LocalDeMo, where an entry has the inner optimizer's parts, too, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
     "step": "round",
     "momentum": "error",
-    **{name: name for name in (*OF_OWNERS, SAVED_BY)},
+    **{name: name for name in (*OF_OWNERS, SAVED_BY, *OF_WEIGHTS)},
 }
-OF_WEIGHTS = ("global", "local_steps", "transform", "local", "start")  # only LocalDeMo has these parts
-OF_ONE_RANK = ("momentum", *OF_OWNERS, SAVED_BY, "local", "start")  # all other parts of ours are equal on all ranks
-_OURS_IN_LOCAL = {*NAMES_IN_LOCAL.values(), *OF_WEIGHTS}
-_OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has in the entry
+_OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has there
 
 
 @dataclass(frozen=True)
@@ -68,30 +67,29 @@ class SavedParameter:
     def of(entry: Mapping[Any, Any], of_local: bool | None = None) -> "SavedParameter":
         """Reads an entry of a state, without what torch has added to it (`SavedBy`).
 
-        `of_local`: the optimizer that loads it is a LocalDeMo; None: the entry's names tell.
+        `of_local`: it is of a LocalDeMo, which loads it; None: its names tell.
         """
-        if of_local is None:
+        if of_local is None:  # an inner optimizer's "momentum" is renamed in `entry`, though not in old files
             of_local = "global" in entry or "momentum" not in entry
         saved_by = SavedBy.of(entry)
         if saved_by is None or len(entry) > saved_by.entries:
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # also what a script has put there
             return SavedParameter(dict(entry), {}, {}, of_local)
-        replicator = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
-        weights = {name: entry[name] for name in OF_WEIGHTS if name in entry}
+        ours = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
+        weights = {name: ours.pop(name) for name in OF_WEIGHTS if name in ours}
         inner = {}
         for name, value in entry.items():
-            if name not in _OURS_IN_LOCAL:
+            if name not in NAMES_IN_LOCAL.values():
                 inner[name.removeprefix(_OF_INNER) if isinstance(name, str) else name] = value
-        return SavedParameter(replicator, weights, inner)
+        return SavedParameter(ours, weights, inner)
 
     def entry(self) -> dict[Any, Any]:
         """Writes it as an entry of a state."""
         entry: dict[Any, Any] = self.shared_entry()
         entry |= {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
-            # without global weights, `of` would take an entry with a "momentum" for one of DeMo
-            is_ours = name in (*_OURS_IN_LOCAL, "momentum") or str(name).startswith(_OF_INNER)
+            is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum") or str(name).startswith(_OF_INNER)
             entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()

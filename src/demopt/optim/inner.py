@@ -34,7 +34,7 @@ from demopt.validation import warn
 Group = dict[str, Any]
 #: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
 #: beside the parameters. A consolidated state has one copy of the groups, and of the parameters' entries each rank's.
-IN_GROUP, BESIDE = _OURS = ("demopt.in_group", "demopt.in_optimizer")
+IN_GROUP, BESIDE = _ADDED = ("demopt.in_group", "demopt.in_optimizer")
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
@@ -202,10 +202,10 @@ class InnerOptimizers:
         """Loads groups, with the entries of their parameters by number."""
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
-        in_groups = [_unpacked_state(group, state) for group in groups]
-        values = [{name: held[0] for name, held in saved.items() if held} for saved in in_groups]
-        loaded = [group | mine for group, mine in zip(groups, values, strict=True)]
-        entries = {n: {name: value for name, value in entry.items() if name not in _OURS} for n, entry in state.items()}
+        states_in_groups = [_unpacked_state(group, state) for group in groups]
+        plain = [{name: held[0] for name, held in in_group.items() if held} for in_group in states_in_groups]
+        whole_groups = [group | values for group, values in zip(groups, plain, strict=True)]
+        entries = {n: {name: value for name, value in held.items() if name not in _ADDED} for n, held in state.items()}
         # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
 
         def apart(value: Any) -> Any:
@@ -217,15 +217,15 @@ class InnerOptimizers:
         try:
             for each in self.optimizers:
                 last = first + len(each.param_groups)
-                numbers = [number for group in loaded[first:last] for number in group["params"]]
+                numbers = [number for group in whole_groups[first:last] for number in group["params"]]
                 mine = {number: entries[number] for number in numbers if entries.get(number)}
                 packed = (state.get(number, {}).get(BESIDE) for number in numbers)
                 loose, rest = _unpacked_beside(next((value for value in packed if value is not None), None))
-                names = [{*group} & each.defaults.keys() for group in each.param_groups]
-                each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": loaded[first:last]})
+                needed = [{*group} & each.defaults.keys() for group in each.param_groups]
+                each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": whole_groups[first:last]})
                 first = last
-                for had, group in zip(names, each.param_groups, strict=True):
-                    if lacking := had - {*group, *_NO_SETTINGS}:
+                for names, group in zip(needed, each.param_groups, strict=True):
+                    if lacking := names - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
                 _check_loaded(each, [(number, mine.get(number, {})) for number in numbers])
         except BaseException as error:
@@ -235,9 +235,9 @@ class InnerOptimizers:
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
         self._lent = {}
-        for settings, saved, group in zip(self._settings, in_groups, loaded, strict=True):
-            settings.state_names.update(saved)
-            if lost := ", ".join(sorted({*saved} - {*group})):  # torch.distributed.checkpoint loads names there are
+        for settings, in_group, group in zip(self._settings, states_in_groups, whole_groups, strict=True):
+            settings.state_names.update(in_group)
+            if lost := ", ".join(sorted({*in_group} - {*group})):  # torch.distributed.checkpoint loads names there are
                 warn(f"the state lacks {lost} of an inner optimizer's group, which begins anew; save one file per rank")
         self._follow()
 

@@ -28,7 +28,7 @@ from demopt.interrupts import uninterrupted
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
 from demopt.optim.mistakes import Mistakes, look_at_models
-from demopt.optim.replicated import ReplicatedOptimizer, Shown, refuse_change, unrecorded
+from demopt.optim.replicated import ReadOnly, ReplicatedOptimizer, refuse_change, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
@@ -563,7 +563,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 continue  # it was frozen when a state that lacks it was loaded: `attach` gave it none
             weights = {**self._weights.to_save(local), "transform": torch.tensor(transform, device="cpu")}
             found[local] = SavedParameter(self.replicator.state[weight], weights, inner.get(local, {}))
-        return Shown(Shown, {parameter: Shown(None, saved.entry()) for parameter, saved in found.items()})
+        return ReadOnly(ReadOnly, {parameter: ReadOnly(None, saved.entry()) for parameter, saved in found.items()})
 
     @state.setter
     def state(self, _: object) -> None:

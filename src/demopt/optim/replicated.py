@@ -34,7 +34,7 @@ def refuse_change(*_: Any, **__: Any) -> None:
     )
 
 
-class Shown(defaultdict[Any, Any]):
+class ReadOnly(defaultdict[Any, Any]):
     """A state, or a parameter's entry, that takes no change: it would be lost. Its tensors are the optimizer's own."""
 
     __delitem__ = __ior__ = clear = pop = popitem = update = refuse_change  # type: ignore[assignment]
