@@ -61,6 +61,7 @@ class LocalWeights(Follower):
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
         self.steps = 0  # local ones that no message has
+        self._restarts = 0  # how often D began anew, at zero
         self._extracted: Extracted | None = None  # `starts_and_locals` sets it, and `follow` takes it
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
@@ -128,6 +129,7 @@ class LocalWeights(Follower):
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came; drops local steps since."""
         self.start_of, self.steps = {}, 0
+        self._restarts += 1
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
         self._adopted = self._versions
 
@@ -210,6 +212,7 @@ class LocalWeights(Follower):
     def _count_from_here(self) -> None:
         """start <- local."""
         self.start_of = self._copies(self.global_of.keys())
+        self._restarts += 1
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:
@@ -217,9 +220,8 @@ class LocalWeights(Follower):
 
         D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
         """
-        before, held = self._hash_of_global(), self.start_of
+        before, held, restarts = self._hash_of_global(), self.start_of, self._restarts
         self.hold_start()
-        start = self.start_of
         try:
             yield
         finally:
@@ -229,7 +231,7 @@ class LocalWeights(Follower):
                 has_moved = self._hash_of_global() != before
                 if has_moved and self.steps:
                     self.land()
-                elif has_moved or self.start_of is not start:  # steps were dropped, or an own round has ended
+                elif has_moved or self._restarts > restarts:  # steps were dropped, or an own round has ended
                     self.adopt()
                 elif not self.steps:  # otherwise it stays, because a round of a state may be open
                     self.start_of = held
