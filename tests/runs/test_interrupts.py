@@ -124,10 +124,14 @@ def test_state_that_a_handler_saves_within_a_round_has_every_step_once(delay, in
 @pytest.mark.parametrize("delay", [0, 1])
 def test_second_interrupt_at_once_leaves_every_step_counted_once(delay, restarts, finite):
     def interrupted_twice(store, worker):
-        optimizer, interrupted = worker.optimizer, Mock(side_effect=KeyboardInterrupt)
-        round_call = (optimizer.replicator, "send") if delay else (optimizer._rounds, "exchange_and_apply")
-        for holder, name in ((optimizer._rounds, "settle"), round_call):
-            setattr(holder, name, at_first(interrupted, getattr(holder, name)))
+        replicator, rounds = worker.optimizer.replicator, worker.optimizer._rounds
+
+        def interrupted():
+            rounds.settle = at_first(Mock(side_effect=KeyboardInterrupt), rounds.settle)
+            raise KeyboardInterrupt
+
+        holder, name = (replicator, "send") if delay else (rounds, "exchange_and_apply")
+        setattr(holder, name, at_first(interrupted, getattr(holder, name)))
         worker.parameter.data[-1] = 0.0 if finite else math.inf
         with pytest.raises(KeyboardInterrupt):
             worker.step()

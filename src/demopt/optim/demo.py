@@ -119,10 +119,10 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
+        self._rounds.settle()
         self.replicator.require_idle("step")
         try:
-            with self._in_round():
+            with self._rounds.settled():
                 self._extract()
                 self.apply(self.replicator.exchange())
         except BaseException:
@@ -141,7 +141,7 @@ class DeMo(ReplicatedOptimizer):
 
     def _extract(self, by_user: bool = False) -> Tensor:
         self._all_states = None
-        self._follow_state()
+        self._follow_changes()
         if not self.replicator.session.has_met:
             look_at_models(self)
         self._warn_of_frozen()
@@ -176,7 +176,7 @@ class DeMo(ReplicatedOptimizer):
         Ranks of a node that hold copies of a parameter all take those of the first, with its momentum.
         """
         self._all_states = None
-        self._follow_state()
+        self._follow_changes()
         self.replicator.resync(src)
 
     @unrecorded
@@ -211,12 +211,10 @@ class DeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
-        self._settle()
-        self._follow_state()
         found = super().own_state_dict()
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
 
-    def _follow_state(self) -> None:
+    def _follow_changes(self) -> None:
         """Takes momenta that a script has put into `state`; those that it has dropped start at zero, as in torch."""
         replicator = self.replicator
 
@@ -257,7 +255,7 @@ class DeMo(ReplicatedOptimizer):
         self.replicator.restore({parameter: saved.replicator for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._rounds.settle()
         return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

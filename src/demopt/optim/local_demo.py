@@ -197,7 +197,7 @@ class LocalDeMo(ReplicatedOptimizer):
         Uses no network between nodes, except that with several processes per node the first one runs the handshake.
         """
         self._before_change("local_step")
-        self._follow_inner()
+        self._follow_changes()
         if self.replicator.session.exchange.intra_node is not None:
             self._join()
         return self._local_step(closure)
@@ -249,7 +249,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("extract")
         if not self._rounds.in_step:
             raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
-        self._follow_inner()
+        self._follow_changes()
         self._weights.begin()
         message = self._extract(by_user=True).message
         assert message is not None
@@ -319,7 +319,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self.mistakes.look_at_replaced()
         loaded = [p.detach().clone() for group in self.param_groups for p in group["params"]] if model else []
         self.flush()
-        self._follow_inner()
+        self._follow_changes()
         self._weights.begin()
         if model:
             self._weights.take(loaded)
@@ -432,7 +432,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
         while True:
-            with self._in_round():
+            with self._rounds.settled():
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
                 if not background:
                     self._rounds.exchange_and_apply()
@@ -445,7 +445,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
-        with self._in_round():
+        with self._rounds.settled():
             return self._rounds.end_open_round()
 
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
@@ -473,7 +473,7 @@ class LocalDeMo(ReplicatedOptimizer):
             groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
         return groups
 
-    def _follow_inner(self, also: Collection[Tensor] = ()) -> bool:
+    def _follow_changes(self, also: Collection[Tensor] = ()) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Returns whether a parameter begins to train.
@@ -503,7 +503,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _let_begin(self) -> None:
         """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
-        if self._follow_inner():
+        if self._follow_changes():
             self._end_open_round()
 
     def _attach_parts(self, is_new: bool) -> None:
@@ -535,7 +535,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
-        self._settle()
+        self._rounds.settle()
 
     # State: groups, checkpoints
 
@@ -591,7 +591,7 @@ class LocalDeMo(ReplicatedOptimizer):
             check_parameters([p for group in self.param_groups for p in group["params"]])
             if self.replicator.in_flight:  # the round ends first, in the next step
                 return
-            self._follow_inner()
+            self._follow_changes()
             self.replicator.wiring()  # refuses what its settings do not allow
         except BaseException:
             del self.inner[0].param_groups[-1]
@@ -614,17 +614,13 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
-        self._settle()
-        folder = self._rounds.entry()
-        # An inner optimizer may have got groups since the last step. A round in flight is without them until it ends.
-        if not self.replicator.is_open:
-            self._follow_inner()
-        return {**super().own_state_dict(), **({"folder": folder} if folder else {})}
+        found, folder = super().own_state_dict(), self._rounds.entry()
+        return {**found, **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
         if self.replicator.round is None:  # otherwise `replicator.restore` rolls it back first
-            self._follow_inner()
+            self._follow_changes()
         numbered = read_state(state_dict, self.param_groups, of_local=True)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         settings_of = dict.fromkeys(parameters, Hyperparameters.of(self._settings))
@@ -632,7 +628,7 @@ class LocalDeMo(ReplicatedOptimizer):
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         # also of parameters that were frozen, of which `saved_of` has nothing
         self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-        self._follow_inner(also=saved_of)
+        self._follow_changes(also=saved_of)
         global_of = self._weights.global_of
         self.replicator.restore({global_of[local]: saved.replicator for local, saved in saved_of.items()})
         self._weights.restore({local: saved.weights for local, saved in saved_of.items()})
@@ -645,7 +641,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
-        self._settle()
+        self._rounds.settle()
         names = ["defaults", "replicator", "_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 

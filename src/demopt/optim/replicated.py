@@ -1,8 +1,7 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -77,7 +76,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _is_trained: bool = False  # some parameter has had a gradient
     _idle_rounds: int = 0  # in a row, since then without one
     _has_begun: bool = False  # a round
-    _is_in_round: bool = False  # as a handler of a signal may find it
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -92,25 +90,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
         return self.replicator.stats
-
-    @contextmanager
-    def _in_round(self) -> Iterator[None]:
-        """The context of a round; one that fails is settled at the end."""
-        self._is_in_round = True
-        try:
-            yield
-        finally:
-            self._is_in_round = False
-            self._settle()
-
-    def _settle(self) -> None:
-        """Settles a round that has failed: at once or, if a second interrupt came then, before whatever is next.
-
-        In a folder also within a round, where a signal's handler may save.
-        """
-        current = self.replicator.round
-        if current is not None and not (current.by_user or (self._is_in_round and self._rounds.in_step)):
-            self._rounds.settle()
 
     @unrecorded
     def exchange(self, message: Tensor) -> Tensor:
@@ -217,13 +196,19 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     @unrecorded
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone; no tensor is a view of more memory than it holds."""
-        if not self.replicator.is_open:
+        self._rounds.settle()
+        if not self.replicator.is_open:  # whose round is without such changes until it ends
             self.replicator.require_idle("state_dict")
+            self._follow_changes()
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()  # of `self.state`, which LocalDeMo puts together from its parts
         state = found["state"].items()
         found["state"] = {n: {name: _in_own_storage(value) for name, value in entry.items()} for n, entry in state}
         return found
+
+    def _follow_changes(self) -> Any:
+        """Takes what a script has changed since: groups, the state."""
+        raise NotImplementedError
 
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""

@@ -7,8 +7,8 @@ alone, and the round keeps the result. Its place in the list is the list's, not 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,6 +104,17 @@ class Rounds:
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator
+        self._is_inside = False  # a round, as a handler of a signal may find it
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The context in which a step makes or ends a round; one that fails is settled at the end."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            self.settle()
 
     @property
     def sends_again(self) -> bool:
@@ -160,11 +171,14 @@ class Rounds:
         self.replicator.apply(self.replicator.exchange())
 
     def settle(self) -> None:
-        """Forgets a round that has failed, unless it is in flight; what it would have sent stays in the momentum.
+        """Forgets a round that has failed; what it would have sent stays in the momentum.
 
-        In a folder it is left open, because its message may be in a manifest.
+        At the end of its context or, if a second interrupt came then, before whatever is next. In a folder it is left
+        open, because its message may be in a manifest; also inside, where a handler of a signal may save.
         """
-        if not self.replicator.in_flight:
+        current = self.replicator.round
+        has_failed = current is not None and not (self._is_inside or self.replicator.in_flight or current.by_user)
+        if has_failed:
             self.replicator.rollback()
 
     def resync(self, src: int) -> None:
