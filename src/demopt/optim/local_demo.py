@@ -349,10 +349,9 @@ class LocalDeMo(ReplicatedOptimizer):
         weights.begin()
         frozen = [*parts_of(each for each in weights.parameters if each not in weights.global_of)]
         compared = weights.here(frozen)
-        if replicator.groups and not self._rounds.in_step:
-            replicator.groups[0]["frozen"] = fingerprint(compared)  # for the record of a run
         self.mistakes.look_at_loaded()
-        has_taken = self._rounds.join()  # a run's weights may replace the global ones; local weights then follow
+        hashed = None if self._rounds.in_step else fingerprint(compared)
+        has_taken = self._rounds.join(hashed)  # a run's weights may replace the global ones; local weights then follow
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
         try:

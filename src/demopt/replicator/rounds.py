@@ -127,11 +127,12 @@ class Rounds:
         replicator = self.replicator
         return replicator.in_flight or replicator.session.has_agreed(replicator.wiring())
 
-    def join(self) -> bool:
+    def join(self, frozen: int | None = None) -> bool:
         """Makes this rank one of the others; it may move the parameters. Returns whether it has joined a run of others.
 
-        Then `lent_moments` are for its inner optimizer.
+        `frozen`: a hash of what does not train, for a run's record. Then `lent_moments` are for its inner optimizer.
         """
+        del frozen  # ranks that meet compare these weights themselves
         replicator = self.replicator
         with replicator.follower.moved_by_others():
             replicator.session.agree(replicator.wiring(), replicator.header)

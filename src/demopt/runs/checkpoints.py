@@ -17,6 +17,7 @@ from demopt.exchange.dtensor import to_local
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import Moments
 from demopt.runs import log
+from demopt.runs.failures import DeniedError
 from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
 from demopt.runs.open_round import ForkedError, bytes_of, tensor_of
@@ -83,7 +84,7 @@ def _delete_old(run: FolderExchange, number: int) -> None:
         run.store.delete(gone)
     except ExchangeError as error:
         run.say_once(f"what is old was not deleted, training goes on: {str(error).partition(' (')[0]}")
-        if not getattr(error.__cause__, "at_first", False):  # it passes: the next save tries again
+        if not isinstance(error, DeniedError):  # it passes: the next save tries again
             return
     run.cleared = last
 
@@ -95,7 +96,7 @@ def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int)
     if data is None:
         return None
     head, found = _from_bytes(name, data)
-    identity = run.record.identity if number else ""  # the first one is older than the run
+    identity = run.record.identity if number else ""
     if (head.get("run"), head.get("round"), head["tensors"]) != (identity, number, packed_shapes(tensors)):
         raise MessageError(f"{name} is damaged, or of another run or model")
     before = run.known_manifest(number - 1) if number else None
@@ -153,10 +154,10 @@ def lent_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) ->
     return {}
 
 
-def checkpoint_of(replicator: Replicator, run: str, before: str) -> bytes:
+def checkpoint_of(replicator: Replicator, run: str = "", before: str = "") -> bytes:
     """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share.
 
-    `before`: the digest of the last manifest that it holds.
+    `before`: the digest of the last manifest that it holds. The first one has neither: it is older than the run.
     """
     head = {"run": run, "round": int(replicator.round_number), "before": before}
     return _to_bytes(head, replicator.wiring().replicated_tensors())

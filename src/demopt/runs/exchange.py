@@ -143,6 +143,7 @@ class FolderExchange(VaryingExchange):
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
+        self.sent_until = 0  # the round after the last one that may have a message of this worker
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
@@ -203,8 +204,8 @@ class FolderExchange(VaryingExchange):
 
     def find_or_start(
         self, number: int, facts: dict[str, str], config_facts: Any, groups: list[Any], first: Callable[[], bytes]
-    ) -> bool:
-        """Starts the run, or joins the one that is there, at the place of round `number`; whether it has started it.
+    ) -> tuple[bool, Manifest | None]:
+        """Starts the run, or finds it; returns whether it has started it, and the manifest before round `number` there.
 
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
@@ -220,8 +221,7 @@ class FolderExchange(VaryingExchange):
                     "A new run starts from a new optimizer"
                 )
             mine = os.urandom(8).hex()
-            pairs = [list(each) for each in config_facts]
-            wanted = Record(mine, __version__, facts, pairs, groups, **self._new_run)
+            wanted = Record(mine, __version__, facts, [*map(list, config_facts)], groups, **self._new_run)
             log.check_races(self.store, wanted, self.together)
             self.store.put_if_absent(log.checkpoint_name(wanted, 0), first())
             log.put_record(self.store, wanted)
@@ -235,11 +235,11 @@ class FolderExchange(VaryingExchange):
             f"{self.worker} is at round {number}, the run in {self.store.address} is not so far: it is an older copy; "
             "restore the newer one, or go on from this one without the worker's state (delete state.pt in --out)"
         )
-        self.move_to(self.wait_for(read, later) if number else None, stops=False)
+        before = self.wait_for(read, later) if number else None
         known, self._record = self._record, record
         if known is None or self.stopping:  # otherwise a wish since it has found the run is for this worker, too
             self.wish.begin(record.identity)
-        return record.identity == mine
+        return record.identity == mine, before
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
         """Asks the others to wait for this worker, which is at round `number`, in a round: this one, or some ahead.
@@ -358,6 +358,7 @@ class FolderExchange(VaryingExchange):
 
     def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
+        self.sent_until = mine.round + 1
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
@@ -436,8 +437,8 @@ class FolderExchange(VaryingExchange):
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.unsent -= sequences
         self.worker = outcome.envelope.worker
-        was_late = outcome.row is None and self.worker not in manifest.refused
-        self.left_out = self.left_out + 1 if was_late else 0
+        is_left_out = outcome.row is None and self.worker not in manifest.refused  # those were in time
+        self.left_out = self.left_out + 1 if is_left_out else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if outcome.ending == "applied":

@@ -19,6 +19,10 @@ class StoreError(ExchangeError):
         self.at_first = at_first
 
 
+class DeniedError(ExchangeError):
+    """A request failed, and none of its kind succeeds until a setting is corrected."""
+
+
 class LinkError(OSError):
     """A file system refused a hard link for a reason that never passes."""
 

@@ -32,10 +32,7 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
-# The weights after a round for which a worker has sent a message; whether that is in it is the outcome's row.
-# "applied": by its messages; "covered": those are gone, and a checkpoint has it; "drifted": those that this worker had
-# before it are not the run's
-Ending = Literal["applied", "covered", "drifted"]
+Ending = Literal["applied", "covered", "drifted"]  # see `FolderRounds._end`
 
 
 class CoveredError(DemoptError):
@@ -58,7 +55,11 @@ class Attached:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOutcome(Outcome):
-    """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers."""
+    """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers.
+
+    The message is listed (`row`), and what was sent leaves the error; or it stays there, because it was refused or is
+    left out: late, or too few had sent. `FolderRounds._end` has what becomes of the weights, whatever became of that.
+    """
 
     ending: Ending
     manifest: Manifest
@@ -109,9 +110,7 @@ class OpenRound:
         known_at = self.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
-        mine, row = self.mine, row_of(self.mine, manifest)
-        if row is not None:  # an earlier attempt may have put it under its second name
-            mine = replace(mine, worker=manifest.senders[row].worker)
+        row, mine = as_listed(self.mine, manifest)
         ending: Ending = "applied"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
@@ -310,13 +309,15 @@ def renamed(sent: Envelope) -> Envelope:
     return replace(sent, worker=f"{sent.worker[:50]}-{log.digest(sent.packed())[:8]}")
 
 
-def row_of(sent: Envelope, manifest: Manifest) -> int | None:
-    """Returns the row of a worker's own message, by whichever name, in a manifest; None if it is left out."""
+def as_listed(sent: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]:
+    """Returns the row of a worker's own message in a manifest, None if it is left out; and it under the name there."""
     # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
-    # One that an earlier attempt has put under a second name has the first one here, unless it was put again.
     alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
-    own = (log.digest(each.packed()) for each in (sent, renamed(sent))) if alike else ()
-    return next((alike[each] for each in own if each in alike), None)
+    # One that an earlier attempt has put under its second name has the first one here, unless it was put again.
+    for each in (sent, renamed(sent)) if alike else ():
+        if (row := alike.get(log.digest(each.packed()))) is not None:
+            return row, each
+    return None, sent
 
 
 def envelope_of(attached: Attached, message: Tensor) -> Envelope:

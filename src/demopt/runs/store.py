@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from demopt.errors import ExchangeError, MessageError, first_line
 from demopt.exchange.background import in_thread
-from demopt.runs.failures import CREDENTIALS, StoreError, told
+from demopt.runs.failures import CREDENTIALS, DeniedError, StoreError, told
 
 T = TypeVar("T")
 _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
@@ -192,7 +192,7 @@ class Patient(Store):
                 stays = kind == "delete"  # what cannot be deleted may stay
                 limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
                 if error.at_first and (stays or not known):
-                    raise ExchangeError(str(error)) from error
+                    raise DeniedError(str(error)) from error
                 if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
                 if away > _TOLD_AFTER and self._away is None:

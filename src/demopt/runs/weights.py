@@ -113,7 +113,8 @@ class FolderRounds(Rounds):
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
         self._loaded: SavedWorker | None = None  # a state, until the round of its message is open again
-        self._sent_from = 0  # the first round that may have a later message of this worker than it knows
+        # Of a state, until it has joined: the first round that may have a message of this worker that it does not know
+        self._unknown_from: int | None = None
 
     @property
     def _number(self) -> int:
@@ -125,11 +126,8 @@ class FolderRounds(Rounds):
     def has_joined(self) -> bool:
         return self.run.joined
 
-    def join(self) -> bool:
-        """Starts the run with this worker's weights, or takes those of the run; whether the latter.
-
-        A replicator with a state of its own, from an earlier time in the run, goes on from there.
-        """
+    def join(self, frozen: int | None = None) -> bool:
+        """Starts the run with this worker's weights, or takes those of the run, by the table; whether the latter."""
         replicator, run = self.replicator, self.run
         groups = [
             {
@@ -137,36 +135,33 @@ class FolderRounds(Rounds):
                 "parameters": packed_shapes(group["params"]),
                 "param_names": names_of([group]),
                 "marks": marks_of([*map(to_local, group["params"])]),
+                "frozen": frozen,
             }
             for group in replicator.groups
         ]
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
-        started = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator, run="", before=""))
+        started, before = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator))
         if started:
             run.numbers_read.clear()  # of a state of another run
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
-                self._enter()
+                self._enter(before)
                 self._follow_run()
-                if run.role == "restored":
-                    self._drop_if_sent_since(self._sent_from)
+                if self._unknown_from is not None:
+                    self._drop_if_sent_since(self._unknown_from)
         run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
-        self._is_behind = False
-        self._loaded, self._sent_from = None, max(self._sent_from, self._number)
+        self._is_behind, self._loaded, self._unknown_from = False, None, None
         if not run.stopping:
             run.hello(self._number)
         run.role = "joined"
         return not started
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
-        """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
-
-        Says if its frozen ones differ.
-        """
+        """Raises SettingsError if parameters are in another order than those of the run; says if frozen ones differ."""
         there = f"the run in {self.run.store.address}"
-        frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.run.record.groups))
-        if None not in first[:1] and frozen[:1] != first[:1]:
+        frozen, first = ([group.get("frozen") for group in each[:1]] for each in (groups, self.run.record.groups))
+        if None not in [*frozen, *first] and frozen != first:
             self.run.say(
                 f"the frozen parameters of {self.run.worker} differ from those that {there} began with: load "
                 "the same base model, because rounds move only what trains"
@@ -178,18 +173,20 @@ class FolderRounds(Rounds):
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order(f"{self.run.worker} has", there, theirs, mine)
 
-    def _enter(self) -> None:
-        """Takes the run's weights, or goes on from a state: ends the round of the message that this has."""
+    def _enter(self, before: Manifest | None) -> None:
+        """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
         run, loaded = self.run, self._loaded
         if loaded is not None:
             if loaded.run != run.record.identity:
                 raise SettingsError(f"the state is of another run than {run.store.address} holds")
             run.worker = loaded.worker
-            if loaded.before != log.digest_of(run.decided):
+            if loaded.before != log.digest_of(before):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
                 self._leave_fork(ForkedError(other), loaded.before)
-            elif loaded.message is not None:
-                self.replicator.round = self._round_of(loaded.message, loaded.in_message)
+            else:
+                run.move_to(before, stops=False)
+                if loaded.message is not None:
+                    self.replicator.round = self._round_of(loaded.message, loaded.in_message)
             self._loaded = None
         elif run.role == "outside":
             if self._number > 0:
@@ -236,7 +233,9 @@ class FolderRounds(Rounds):
             )
             self._drop_unsent()
 
+    @uninterrupted()
     def _drop_unsent(self) -> None:
+        self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
         self.replicator.follower.drop_steps()
         self.run.numbers_read.clear()  # whoever holds them reads them again
@@ -276,14 +275,6 @@ class FolderRounds(Rounds):
     def exchange_and_apply(self) -> None:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
 
-        | the round | moves these weights | the error | then this worker |
-        |---|---|---|---|
-        | is applied, with this worker's message | yes | loses what was sent | saves a checkpoint in its turn |
-        | is applied, without it | yes | keeps all | is behind, and catches up |
-        | is covered: its messages are gone | no, a checkpoint will | loses what was sent, if listed | is behind |
-        | is of other weights: these drifted | no, `resync` will | loses what was sent, if listed | raises DriftError |
-        | is of another fork (ForkedError) | no, its checkpoint does | is dropped | is behind |
-
         After an error the round may be open, to try again: its message may be in the store by then, and count.
         """
         self._exchange_and_end()
@@ -294,11 +285,9 @@ class FolderRounds(Rounds):
         """The same, but for the catch-up: within `join` that comes anyway."""
         current = self.replicator.round
         assert current is not None
-        self._sent_from = current.header.round_number + 1
         try:
             messages = self.replicator.exchange()
-        except ForkedError as error:
-            self.replicator.rollback()
+        except ForkedError as error:  # it drops what was sent
             with self.replicator.follower.moved_by_others():
                 self._leave_fork(error, log.digest_of(self.run.decided))
             self._is_behind = True
@@ -310,19 +299,23 @@ class FolderRounds(Rounds):
             self._save_if_due()
 
     def _end(self, current: Round, messages: Tensor) -> None:
-        """Ends a round whose outcome is known, by the table of `exchange_and_apply`."""
+        """Ends a round whose outcome is known; DriftError if these weights are not the run's."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
         # A message that is left out stays in the error, unless it was not finite, and never there.
         has_left = outcome.row is not None or not current.in_momentum
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            if outcome.ending == "applied":
-                replicator.apply(messages)
-            else:
-                replicator.mark_applied()
+            match outcome.ending:
+                case "applied":  # by its messages; by none if too few had sent
+                    replicator.apply(messages)
+                    self._is_behind = outcome.row is None  # later rounds may be decided already
+                case "covered":  # its messages are gone, and a checkpoint moves the weights
+                    replicator.mark_applied()
+                    self._is_behind = True
+                case "drifted":  # before it; `resync` moves the weights
+                    replicator.mark_applied()
+                    self._is_behind = False
             self.run.note_outcome(outcome, current.attached.sequences if has_left else 0)
-            # Later rounds may be decided already. Drifted weights wait for `resync`.
-            self._is_behind = outcome.ending == "covered" or (outcome.ending == "applied" and outcome.row is None)
         if outcome.ending == "drifted":
             told = f"the weights of worker {self.run.worker} differ from those of {outcome.manifest.author}"
             remedy = "Call resync(), which takes the run's newest weights"
@@ -441,6 +434,7 @@ class FolderRounds(Rounds):
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
         chosen, least = after.before if after else before.digest, 0
         if chosen == mine_before == before.digest:
+            run.move_to(before, stops=False)
             return  # the others, too, go on from what this worker has
         if after is not None and chosen != before.digest:  # which is gone: only who has applied it knows what follows
             if chosen == mine_before:
@@ -472,9 +466,8 @@ class FolderRounds(Rounds):
         self.run.move_to(checkpoint.before, checkpoint.has_stopped)
 
     def lent_moments(self) -> Moments:
-        if self.moments():
-            return {}
-        return lent_moments(self.run, self.replicator.wiring().replicated_tensors(), self._number)
+        tensors = self.replicator.wiring().replicated_tensors()
+        return {} if self.moments() else lent_moments(self.run, tensors, self._number)
 
     # This worker's state
 
@@ -491,9 +484,9 @@ class FolderRounds(Rounds):
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
-        sent_from = self._sent_from if current is None else current.header.round_number + 1
-        if run.role != "restored":  # it has followed the rounds before
-            sent_from = max(sent_from, self._number)
+        sent_from = self._unknown_from
+        if sent_from is None:  # its weights may be of before the messages that it has sent, as after a fork
+            sent_from = max(run.sent_until, self._number if current is None else self._number + 1)
         numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
@@ -507,6 +500,6 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._loaded, self._is_behind = self.run, saved, False
         run.role = "restored" if saved else "outside"
-        run.move_to(None, stops=False)  # until `find_or_start` reads the state's manifest
+        run.move_to(None, stops=False)  # until `join` has the state's manifest
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
-        self._sent_from = saved.sent_from if saved else 0
+        self._unknown_from = saved.sent_from if saved else None
