@@ -85,6 +85,16 @@ def test_worker_that_is_always_late_is_expected_for_two_rounds_and_then_sends_at
     assert 0.0 <= second.run.seconds_needed <= 600.0
 
 
+def test_note_of_steps_that_were_not_finite_is_in_no_message_that_is_sent_again(store):
+    first, second = joined(store)
+    rounds(first, second)
+    first.round()
+    second.model[0].weight.data.fill_(torch.nan)
+    second.run.note = "not finite"
+    second.round()
+    assert (second.run.left_out, second.run.decided.senders[0].note) == (2, None)
+
+
 @pytest.mark.parametrize("end", [{"rounds": 2}, {"total": 4, "wanted": 4}])
 def test_late_worker_adds_no_round_to_a_run_that_has_ended(store, end):
     first, second = joined(store)

@@ -438,9 +438,9 @@ class LocalDeMo(ReplicatedOptimizer):
                 elif current.work is None:
                     self.replicator.send()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
-            if not self._rounds.sends_again:
+            if not (current.finite and self._rounds.sends_again):
                 return
-            # Late twice in a row: the error is sent at once, without local steps. So D is 0.
+            # Late twice in a row: the error is sent at once, without local steps. So D is 0, and the note still right.
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
