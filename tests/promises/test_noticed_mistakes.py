@@ -429,7 +429,7 @@ def test_rank_that_left_out_a_step_and_is_in_a_collective_of_its_script_is_told(
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_parameters_replaced_in_mid_training_are_told_after_many_rounds_and_a_long_idle_phase_is_not(kind):
+def test_parameters_replaced_in_mid_training_are_told_after_many_rounds_and_a_long_idle_or_frozen_phase_is_not(kind):
     model = nn.Linear(4, 2)
     optimizer = problems.optimizer_of(kind, model.parameters())
 
@@ -445,6 +445,9 @@ def test_parameters_replaced_in_mid_training_are_told_after_many_rounds_and_a_lo
         train(2)
         train(99, idle=True)
         train(1)
+        model.requires_grad_(False)
+        train(101, idle=True)
+        model.requires_grad_(True)
         model.weight, model.bias = (nn.Parameter(each.detach().clone()) for each in (model.weight, model.bias))
         train(99)
     with pytest.warns(UserWarning, match="in the last 100 rounds. Were they replaced"):

@@ -157,7 +157,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
         `compared`: on no rank, of several. The first batches of one may have nothing to learn, such as no boxes.
         """
-        self._idle_rounds += 1
+        trains = any(parameter.requires_grad for group in self.param_groups for parameter in group["params"])
+        self._idle_rounds += trains  # not while all are frozen, as those of a network that waits for its turn
         if self._is_trained and self._idle_rounds == _MANY_IDLE:
             self.warn_once(
                 "idle",
@@ -168,7 +169,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             )
         known = self._is_trained or "frozen" in self._warned
         known = known or (compared and not self.replicator.session.compares_gradients)
-        if self._has_begun and not known and any(p.requires_grad for g in self.param_groups for p in g["params"]):
+        if self._has_begun and not known and trains:
             self.warn_once(
                 "untrained",
                 "no parameter of this optimizer has had a gradient before the second round. Were they replaced after "
