@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from demopt.exchange.dtensor import parts_of
+from demopt.exchange.dtensor import fsdp_groups, parts_of
 from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.mistakes import check_model, remember
 from demopt.replicator.session import check_alike
@@ -147,9 +147,7 @@ def _unsync_fsdp(module: Any) -> None:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for fsdp_group in filter(None, groups):
+    for fsdp_group in fsdp_groups(module):
         both = fsdp_group.mesh_info
         if isinstance(both, HSDPMeshInfo):
             shards_alone = FSDPMeshInfo(**{each.name: getattr(both, each.name) for each in fields(both) if each.init})

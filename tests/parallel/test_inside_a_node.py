@@ -122,6 +122,50 @@ def test_recipe_trains_and_replicas_exchange_messages_alone(rank, kind, recipe):
     return parameters
 
 
+@pytest.mark.parametrize("how", ["shared", "finish_round", "load_state_dict", "resync", "DeMo's resync"])
+@ranks.each(4)
+def test_forward_passes_of_shards_see_weights_that_came_after_another_one(rank, how):
+    """After a pass without backward, FSDP2 keeps the parameters of the outermost module whole."""
+    model = make()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    kind = "DeMo" if "DeMo" in how else "LocalDeMo"
+    optimizer = problems.optimizer_of(kind, model.parameters(), process_group=mesh["replicate"])
+    weights, inputs = [*model.parameters()], problems.draw((8, 16), 99)  # later some are whole ones
+
+    def check():
+        """Compares the model's pass with that of one which was never sharded."""
+        plain = make()
+        for whole, weight in zip(plain.parameters(), weights, strict=True):
+            whole.data = weight.detach().full_tensor()
+        shown = plain(inputs)
+        with torch.no_grad():
+            assert torch.equal(model(inputs), shown)
+
+    def step():
+        optimizer.zero_grad()
+        model(problems.draw((8, 16), rank, 1)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    saved = copy.deepcopy(optimizer.state_dict())  # right after a round
+    step()
+    with torch.no_grad():
+        model(inputs)
+        if kind == "DeMo" and mesh.get_local_rank("replicate") == 1:
+            for weight in optimizer.replicator.parameters:
+                weight.to_local().zero_()
+    if how == "load_state_dict":
+        optimizer.load_state_dict(saved)
+    elif how == "shared":
+        with optimizer.shared():
+            check()
+    else:
+        getattr(optimizer, how.split()[-1])()
+    check()
+
+
 def test_example_of_fsdp2_trains_on_two_nodes_of_two_ranks():
     """As its first lines say to run it."""
     done = forked.torchrun(EXAMPLE, "--nodes", "2", "--steps", "20", ranks=4, cwd=Path.cwd())

@@ -27,6 +27,28 @@ def parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
             yield local
 
 
+def fsdp_groups(module: Any) -> list[Any]:
+    """Returns the groups in which FSDP2 gathers the parameters of a module that went through `fully_shard`."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [*filter(None, groups)]
+
+
+def forget_gathered(tensors: Iterable[Tensor]) -> None:
+    """Lets FSDP2 gather these parameters anew: some stay whole after an evaluation, whatever their shards become."""
+    changed = {id(tensor) for tensor in tensors if hasattr(tensor, "placements")}
+    if not changed:
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in [*_module_state_mapping]:
+        if isinstance(module, FSDPModule):
+            held = [each.sharded_param for group in fsdp_groups(module) for each in group.fsdp_params]
+            if not changed.isdisjoint(map(id, held)):
+                module.reshard()
+
+
 def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns room for a tensor of this shape on a device; for a DTensor, which may be offloaded, placed alike."""
     held = torch.empty_like(to_local(tensor.detach()), device=device, dtype=dtype)

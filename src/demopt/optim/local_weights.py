@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from demopt.exchange.dtensor import like_on, parts_of, to_local
+from demopt.exchange.dtensor import forget_gathered, like_on, parts_of, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.replicator.rounds import Follower, Stage
@@ -255,7 +255,7 @@ class LocalWeights(Follower):
 
     def _rebase(self, locals_of: Mapping[Tensor, Tensor]) -> None:
         """local <- global - D, or global where it does not train."""
-        _forget_casts()
+        _forget_copies(self.global_of)
         moved = []
         for local, global_weight in self.global_of.items():
             target, source = to_local(local.detach()), to_local(global_weight.detach())
@@ -330,11 +330,13 @@ class LocalWeights(Follower):
         return torch.nn.Parameter(wide, requires_grad=local.requires_grad)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        _forget_casts()
+        pairs = [*pairs]
+        _forget_copies(target for _, target in pairs)
         self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
 
 
-def _forget_casts() -> None:
-    """Clears torch's caches of weights, which do not notice that they change: of autocast, of parametrize.cached."""
+def _forget_copies(weights: Iterable[Tensor]) -> None:
+    """Clears torch's caches of weights, which do not notice it if these change: of autocast, parametrize, FSDP2."""
+    forget_gathered(weights)
     torch.clear_autocast_cache()
     parametrize._cache.clear()

@@ -25,7 +25,7 @@ from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.codec.steps import Workspace, compress
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
-from demopt.exchange.dtensor import parts_of, true_in_all
+from demopt.exchange.dtensor import forget_gathered, parts_of, true_in_all
 from demopt.exchange.hierarchical import average
 from demopt.interrupts import uninterrupted
 from demopt.replicator.attach import State, attach
@@ -551,6 +551,7 @@ class Replicator:
         facts = {f"tensor {n} to copy": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
         with exchange.paused():
             check_alike(exchange, facts, wiring.device)  # other lengths end gloo's process
+        forget_gathered(self.parameters)
         copy_tensors(exchange, tensors, src)
         for held, places in copies_of(wiring, exchange):
             copy_tensors(held, tensors_at(places, wiring, momenta=True), src=0)
