@@ -5,12 +5,13 @@ one element that no other gradient has, and 0 elsewhere. Everything is sent, and
 element that ends as -1/W was applied once, in a round of W members.
 """
 
+import copy
 import logging
 import os
 import signal
 import traceback
 import types
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -224,22 +225,30 @@ def test_hooks_of_torch_run(kind):
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-@pytest.mark.parametrize("then", ["zero_grad", "finish_round"])
-def test_round_that_an_interrupt_has_left_is_applied_before_the_next_gradient_and_once(then, kind):
+@pytest.mark.parametrize("then", ["zero_grad", "finish_round", "load"])
+def test_round_that_an_interrupt_has_left_is_applied_once_and_never_after_loading(then, kind):
     pytest.importorskip("torchft")
     found = []
     for interrupts in ([], [KeyboardInterrupt]):
         more = {"sync_every": 1} if kind == "LocalDeMo" else {}
         inner = problems.optimizer_of(kind, problems.parameters([(4, 4)]), **more)
         optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 0), inner)
-        optimizer._new, optimizer._quorum = False, Mock(met=True)
-        optimizer._quorum.form.side_effect = [*interrupts, None]
+        optimizer._new, optimizer._quorum, before = False, Mock(met=True), copy.deepcopy(optimizer.state_dict())
+        optimizer._quorum.form.side_effect = [*interrupts, None, None]
         optimizer._quorum.exchange.return_value = SingleRank()
         problems.set_gradients(problems.all_parameters(inner), 0)
-        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
-            optimizer.step()
         if interrupts:
-            getattr(optimizer, then)()
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            if then == "load":
+                optimizer.load_state_dict(before)
+                optimizer.zero_grad()
+                problems.set_gradients(problems.all_parameters(inner), 0)
+                optimizer.step()
+            else:
+                getattr(optimizer, then)()
+        else:
+            optimizer.step()
         assert int(inner.replicator.round_number) == 1
         found.append((inner.fingerprint(), problems.bits(inner.param_groups[0]["params"])))
     assert found[0] == found[1]

@@ -276,6 +276,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
+        self._detached = None  # an interrupted round, of the weights before
 
 
 def leader(workers: list[Participant]) -> int:
