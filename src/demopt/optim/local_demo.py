@@ -477,21 +477,24 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Returns whether a parameter begins to train.
         """
-        groups, known = self._inner.groups, self._weights.parameters
-        parameters = [p for group in groups for p in group["params"]]
-        if any(p.requires_grad and p not in self._weights.global_of and p not in also for p in parameters):
+        self._weights.parameters = self._parameters(also)
+        begins = self._weights.create(also)
+        if begins or len(self._inner.groups) != len(self.replicator.groups):
+            self.replicator.groups[:] = self._replicated_groups()
+        return begins
+
+    def _parameters(self, also: Collection[Tensor] = ()) -> list[Tensor]:
+        """Returns the inner optimizers' parameters as they are now, checked."""
+        known, found = self._weights.parameters, [p for group in self._inner.groups for p in group["params"]]
+        if any(p.requires_grad and p not in self._weights.global_of and p not in also for p in found):
             self._refuse_new()
-        if [*map(id, parameters)] != [*map(id, known)]:
-            check_parameters(parameters)
-            if not {*map(id, known)} <= {*map(id, parameters)}:
+        if [*map(id, found)] != [*map(id, known)]:
+            check_parameters(found)
+            if not {*map(id, known)} <= {*map(id, found)}:
                 raise RuntimeError(
                     "an inner optimizer has lost parameters; build LocalDeMo anew for those that are left"
                 )
-            self._weights.parameters = parameters
-        begins = self._weights.create(also)
-        if begins or len(groups) != len(self.replicator.groups):
-            self.replicator.groups[:] = self._replicated_groups()
-        return begins
+        return found
 
     def _refuse_new(self) -> None:
         if not (self._rounds.in_step or self._weights.untouched):
@@ -618,11 +621,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
-        if self.replicator.round is None:  # otherwise `replicator.restore` rolls it back first
-            self._follow_changes()
         numbered = read_state(state_dict, self.param_groups, of_local=True)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        settings_of = dict.fromkeys(parameters, Hyperparameters.of(self._settings))
+        settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         # also of parameters that were frozen, of which `saved_of` has nothing

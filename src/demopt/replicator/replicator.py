@@ -444,6 +444,10 @@ class Replicator:
         with uninterrupted():
             forgotten, self.round = self.round, None
             self.enter_stage(forgotten, "failed")
+        self._await(forgotten)
+
+    def _await(self, forgotten: Round | None) -> None:
+        """Waits for the exchange of a forgotten round, if it is under way."""
         if forgotten is None or forgotten.work is None:
             return
         if forgotten.work.exception() is None and not forgotten.exchanged:
@@ -630,7 +634,8 @@ class Replicator:
 
     def restore(self, entries: State) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
-        self.rollback()
+        forgotten, self.round = self.round, None  # without a word to the follower, whose weights are restored, too
+        self._await(forgotten)
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
         self.round_number = torch.zeros_like(self.round_number)  # a new one: entries of DeMo may hold the old one
