@@ -25,7 +25,6 @@ nothing but copies of its local weights, to the host and back.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +33,8 @@ from torch.nn.utils import parametrize
 from demopt.exchange.dtensor import forget_gathered, like_on, parts_of, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
-from demopt.replicator.rounds import Follower, Stage
+from demopt.replicator.replicator import Round
+from demopt.replicator.rounds import Follower
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
@@ -42,13 +42,6 @@ TO_REPLACE = (
     "To replace the weights of all ranks during training (not in a folder), load them into the model on every rank, "
     "and call optimizer.resync(model=True) on all"
 )
-
-
-class Extracted(NamedTuple):
-    """What a message is made of, until its round enters the stage after "extracted"."""
-
-    weights: dict[Tensor, Tensor]  # the local ones, `here`
-    steps: int  # the local ones
 
 
 class LocalWeights(Follower):
@@ -62,7 +55,6 @@ class LocalWeights(Follower):
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
         self.steps = 0  # local ones that no message has
         self._restarts = 0  # how often D began anew, at zero
-        self._extracted: Extracted | None = None  # `starts_and_locals` sets it, and `follow` takes it
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -168,39 +160,37 @@ class LocalWeights(Follower):
     def starts_and_locals(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Returns, for each global weight, start and local weight, whose difference is its pseudo-gradient D.
 
-        None where it does not train. Of DTensors it is this process's part. They are for a message with all `steps`.
+        None where it does not train. Of DTensors it is this process's part.
         """
-        self._extracted = extracted = Extracted(self._local_ones(), self.steps)
         starts = [self._start(*pair) if pair[0].requires_grad else None for pair in self.global_of.items()]
-        return starts, [mine if local.requires_grad else None for local, mine in extracted.weights.items()]
+        return starts, [mine if local.requires_grad else None for local, mine in self._local_ones().items()]
 
     @uninterrupted()
-    def follow(self, stage: Stage, finite: bool) -> None:
-        """A round with this rank's message has entered a stage: local weights move by the table. `finite`: D was."""
-        if stage == "extracted":
-            self.steps = 0  # its message has them
+    def follow(self, current: Round) -> None:
+        """A round with this rank's message has entered a stage: local weights move by the table."""
+        if current.stage == "extracted":
+            current.steps, self.steps = self.steps, 0  # its message has them
             return
-        extracted, self._extracted = self._extracted, None
         if self.steps:  # since then: they are for the next round, which moves the weights, or `land`
             return
-        match stage:
+        match current.stage:
             case "sent":
-                if not finite:
+                if not current.finite:
                     self.adopt()
-                elif extracted is not None:  # otherwise a handler that saves has left the round open before
-                    self._rebase(extracted.weights)
+                elif current.minus is not None:  # otherwise a handler that saves has left the round open before
+                    self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
                 self._count_from_here()
             case "left open":  # it may move the global weights later, so D counts from here even if it is dropped
-                if not finite:
+                if not current.finite:
                     self.adopt()
                 self._count_from_here()
             case "applied":
                 self.adopt()
             case "skipped":
-                self._keep(finite)
+                self._keep(current.finite)
             case "failed":  # nobody else knows of it, so the next step has a round again
-                self._keep(finite)
-                self.steps = 0 if extracted is None else extracted.steps
+                self._keep(current.finite)
+                self.steps = current.steps
 
     def _keep(self, finite: bool) -> None:
         """start <- local, because D is in the error; or local <- global, because D was not finite."""
@@ -253,14 +243,14 @@ class LocalWeights(Follower):
             self._rebase(self._local_ones())
             self.start_of = {}
 
-    def _rebase(self, locals_of: Mapping[Tensor, Tensor]) -> None:
+    def _rebase(self, locals_of: Mapping[Tensor, Tensor | None]) -> None:
         """local <- global - D, or global where it does not train."""
         _forget_copies(self.global_of)
         moved = []
         for local, global_weight in self.global_of.items():
             target, source = to_local(local.detach()), to_local(global_weight.detach())
-            if local.requires_grad:
-                source = source - (self._start(local, global_weight) - locals_of[local].to(source.dtype))
+            if (mine := locals_of[local]) is not None and local.requires_grad:
+                source = source - (self._start(local, global_weight) - mine.to(source.dtype))
             if self._is_here(local):
                 target.copy_(source)  # one by one: the differences of all would be a copy of the model
             else:
@@ -300,7 +290,7 @@ class LocalWeights(Follower):
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
-        self.start_of, self._extracted, self._adopted, self.untouched = {}, None, [], False
+        self.start_of, self._adopted, self.untouched = {}, [], False
         self.steps = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             if local not in saved:

@@ -107,6 +107,8 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # the message's bytes that the momentum holds, by chunk group
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
+    minus: Gradients | None = None  # of the follower, with the steps in them, until the stage after "extracted"
+    steps: int = 0
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -257,6 +259,7 @@ class Replicator:
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         # of differences, only `minus`, the local weights: from a start that is not finite, they are not finite either
+        current.minus = minus
         usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
         if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
             usable = true_in_all(wiring.shard_groups, usable)
@@ -457,7 +460,9 @@ class Replicator:
         """Moves a round on, and tells the follower. Call it with `uninterrupted`."""
         if current is not None:
             current.stage = stage
-            self.follower.follow(stage, current.finite)
+            self.follower.follow(current)
+            if stage != "extracted":
+                current.minus, current.steps = None, 0
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -600,6 +605,7 @@ class Replicator:
         flags = new.header.flags | detached.header.flags & NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
         new.stage, new.by_user = detached.stage, detached.by_user
+        new.minus, new.steps = detached.minus, detached.steps
         new.message = wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())

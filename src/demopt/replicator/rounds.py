@@ -23,7 +23,7 @@ from demopt.wire.coefficients import Coefficients
 from demopt.wire.message import NONFINITE, Header
 
 if TYPE_CHECKING:
-    from demopt.replicator.replicator import Replicator
+    from demopt.replicator.replicator import Replicator, Round
 
 Moments = dict[str, Tensor]  # state of the inner optimizer, by "NUMBER OF PARAMETER.NAME"
 Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped", "failed"]  # of a `Round`
@@ -32,8 +32,8 @@ Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped",
 class Follower:
     """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
 
-    def follow(self, stage: Stage, finite: bool) -> None:
-        """A round with this rank's message has entered a stage; `finite`: its gradients were."""
+    def follow(self, current: Round) -> None:
+        """A round with this rank's message has entered a stage."""
 
     def moved_by_others(self) -> AbstractContextManager[None]:
         """The context in which all else moves the replicator's weights; local steps since go on from there."""
