@@ -152,10 +152,10 @@ def test_forward_passes_of_shards_see_weights_that_came_after_another_one(rank, 
     saved = copy.deepcopy(optimizer.state_dict())  # right after a round
     step()
     with torch.no_grad():
-        model(inputs)
         if kind == "DeMo" and mesh.get_local_rank("replicate") == 1:
-            for weight in optimizer.replicator.parameters:
+            for weight in weights:
                 weight.to_local().zero_()
+        model(inputs)
     if how == "load_state_dict":
         optimizer.load_state_dict(saved)
     elif how == "shared":
