@@ -156,11 +156,10 @@ class Ledger:
         if not self.parameters[-1].requires_grad:
             self.parameters[-1].requires_grad_(True)
             return
-        is_applied = False
-        while not is_applied:
+        self.optimizer.flush()
+        while self.optimizer.weights_differ:
             self.step()
             self.optimizer.flush()
-            is_applied = not (self.optimizer.local_steps or self.optimizer.stats.skipped)
         self.parameters[number].requires_grad_(False)
         self.parameters[number].grad = None
         self.steps(3)

@@ -277,13 +277,14 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @unrecorded
     def flush(self) -> None:
-        """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
+        """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping.
+
+        Without local steps since, all ranks then have the global weights, also after a round that was skipped.
+        """
         self._before_change("flush")
         self.mistakes.look_at_loaded()
-        was_open = self.replicator.is_open
         self._end_open_round()
-        if was_open:
-            self._weights.land()
+        self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
         """The context in which the model has the global weights, the same on all ranks, to evaluate and save them.

@@ -238,8 +238,8 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def land(self) -> None:
-        """local <- global - D, after a round or others' moves; without local steps since, `follow` has done so."""
-        if self.steps and self.start_of:
+        """local <- global - D: after others' moves, or in `flush`. Without local steps since a round, D is 0."""
+        if self.start_of:
             self._rebase(self._local_ones())
             self.start_of = {}
 
