@@ -384,6 +384,7 @@ def test_each_sequence_counts_in_one_message(machines, delay):
     senders = [machines.manifest(number).senders for number in range(4)]
     assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
     assert rows[-1]["tokens"] == 40 * 32
+    assert all(row["optimizer_seconds"] > 0 for row in rows)  # local steps compute, too
     assert len({row["payload_bytes"] for row in rows}) == 2  # nothing, and a message, also of a step with two rounds
 
 

@@ -150,6 +150,9 @@ def test_settings_of_fresh_models_and_adapters_without_a_model_are_refused(base)
         assemble({"model": str(base), "layers": 2})
     with pytest.raises(InputError, match="--lora needs a model to adapt"):
         resolve(TrainConfig(lora=2))
+    for model in ("", str(base)):
+        with pytest.raises(InputError, match="--merge is for a run with adapters"):
+            resolve(TrainConfig(model=model, merge=True))
     assert resolve(TrainConfig(model=str(base))).sequence == 128  # its longest
 
 

@@ -353,8 +353,10 @@ def resolve(config: TrainConfig) -> TrainConfig:
     del filled["family"]
     if config.model:
         filled = shape_of(config.model)
-    elif config.lora or config.merge:
-        raise InputError(f"{'--lora' if config.lora else '--merge'} needs a model to adapt: give its folder by --model")
+    elif config.lora:
+        raise InputError("--lora needs a model to adapt: give its folder by --model")
+    if config.merge and not config.lora:
+        raise InputError("--merge is for a run with adapters, of train --model DIR --lora R; leave it out")
     filled |= DEFAULTS[config.optimizer]
     filled["clip_to_median"] = bool(config.run) and config.optimizer == "local"
     if config.optimizer == "demo":

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -252,7 +253,9 @@ class Worker(Training):
         run, row = self.run, rows[-1]
         run.unsent += self._step_sequences
         run.leaving = run.asked_to_stop() or self.number == self.config.steps
+        began = time.perf_counter()
         self.optimizer.local_step()
+        local = time.perf_counter() - began
         self.measured(self._step_sequences, seconds)
         has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
         stats = self.optimizer.stats
@@ -261,7 +264,7 @@ class Worker(Training):
             self.number = max(self.number, self.steps_done)  # the run's, also of a round that ended early
         senders = run.decided.senders if run.decided else ()
         row |= {"batch": self._step_sequences, "workers": max(1, len(senders)), **self._heard}
-        row |= cost_of(stats, sum(stats.seconds.values()))
+        row |= cost_of(stats, local + sum(stats.seconds.values()))
         self._heard = {}
         # Whether this was the last step is not known yet if the next round gives nothing more: then its row waits.
         return pause or self.ended or not has_read_all
