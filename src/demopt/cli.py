@@ -36,9 +36,9 @@ def main() -> None:
     """Runs the command line: exit 0 on success, 2 with a one-line message on a user's mistake."""
     out = open_outlets()
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model is a folder: nothing is downloaded
-    for name in ("COLUMNS", "LINES"):
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
         if not re.fullmatch("[1-9][0-9]{1,3}", os.environ.get(name, "")):
-            os.environ.pop(name, None)  # rich would print nothing, or fail
+            os.environ.pop(name, None)  # rich and typer would print nothing, or fail
     try:
         code = _run(sys.argv[1:])
     except ModuleNotFoundError as error:

@@ -144,7 +144,7 @@ def test_output_that_cannot_be_written_is_told_and_no_reader_is_no_mistake(where
 @pytest.mark.parametrize("size", ["0", "x", "9" * 20])
 def test_size_of_a_terminal_that_is_none_is_ignored(size, monkeypatch):
     usual = forked.demopt("--help").stdout
-    for name in ("COLUMNS", "LINES"):
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
         monkeypatch.setenv(name, size)
     assert forked.demopt("--help").stdout == usual
 
