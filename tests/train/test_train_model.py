@@ -177,6 +177,23 @@ def test_only_answers_are_targets_and_windows_begin_with_conversations(base, cha
     assert f"tokens in {len(corpus.train.starts)} windows of conversations" in corpus.about
 
 
+@pytest.mark.parametrize("longest", [5, 64, 300])
+def test_an_epoch_of_conversations_has_each_token_as_a_target_and_most_only_once(longest):
+    draw, length, rows, starts = np.random.default_rng(longest), 65, [], []
+    for size in draw.integers(2, longest + 1, size=500):
+        starts += range(sum(rows), sum(rows) + size, length - 1)
+        rows.append(size)
+    end = int(sum(rows))
+    once = data.read_once(np.array(starts), end, length)
+    counts = np.zeros(end + length, int)
+    for start in once:
+        counts[start + 1 : start + length] += 1
+    begins = np.cumsum([0, *rows])[:-1]
+    assert set(np.flatnonzero(counts[:end] == 0)) <= {*begins}  # the first token of a conversation is context only
+    assert counts[:end].mean() < 1 + min(longest, length) / length
+    assert {*once} <= {*starts}
+
+
 def test_answer_that_later_turns_rewrite_is_a_text_of_its_own(base):
     tokenizer = load_tokenizer(str(base))
     tokenizer.chat_template = (

@@ -41,25 +41,28 @@ Batch = NDArray[np.int64]  # windows of tokens [sequences, sequence + 1]
 class Tokens:
     """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
-    With `starts`, of conversations, windows begin only there, and one that is too long goes on at the row's begin.
+    With `starts`, of conversations, windows begin only there, and one that is too long goes on at the row's begin;
+    those of an epoch at `once`.
     """
 
     rows: tuple[NDArray[Any], ...]
     starts: NDArray[np.int64] | None = None
+    once: NDArray[np.int64] | None = None
     files: tuple[tuple[Path, os.stat_result], ...] = ()  # of the rows, if they are mapped, as they were
 
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
 
     def windows(self, length: int, stride: int = 1) -> int:
-        """Returns the number of windows of `length` tokens that begin `stride` tokens apart."""
-        if self.starts is not None:
-            return len(self.starts)
+        """Returns the number of windows of `length` tokens that begin `stride` tokens apart; 1: anywhere."""
+        if self.starts is not None and self.once is not None:
+            return len(self.starts if stride == 1 else self.once)
         return sum(max(0, (len(row) - length) // stride + 1) for row in self.rows)
 
     def window(self, index: int, length: int, stride: int = 1) -> NDArray[np.int64]:
-        if self.starts is not None:
-            found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + self.starts[index], mode="wrap")
+        if self.starts is not None and self.once is not None:
+            start = (self.starts if stride == 1 else self.once)[index]
+            found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + start, mode="wrap")
             return found
         for number, row in enumerate(self.rows):
             here = max(0, (len(row) - length) // stride + 1)
@@ -128,7 +131,10 @@ def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int =
 
 
 def sequences(tokens: Tokens, config: TrainConfig) -> int:
-    """Returns the number of sequences in an epoch: they touch, and no token is the target of two."""
+    """Returns the number of sequences in an epoch.
+
+    They touch, and no token is the target of two; of conversations those that one cuts are in the next one, too.
+    """
     return tokens.windows(_window(config), _window(config) - 1)
 
 
@@ -335,7 +341,7 @@ def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, 
         rows = [encode_chats(part, tokenizer, _window(config) - 1) for part in parts]
         if not all((row >= 0).any() for row, _ in rows):
             raise InputError(f"--data: its conversations have no message of the role {ANSWERER}")
-        train, val = (Tokens((row,), starts) for row, starts in rows)
+        train, val = (Tokens((row,), starts, read_once(starts, len(row), _window(config))) for row, starts in rows)
         return train, val, len(tokenizer), None
     train, val = (Tokens((encode(part, tokenizer),)) for part in parts)
     if tokenizer is None:
@@ -415,6 +421,18 @@ def encode_chats(chats: Sequence[bytes], tokenizer: Any, length: int) -> tuple[N
             starts += range(begin, begin + len(row), length)
             begin += len(row)
     return np.concatenate(rows), np.array(starts, np.int64)
+
+
+def read_once(starts: NDArray[np.int64], end: int, length: int) -> NDArray[np.int64]:
+    """Returns the starts of the windows of an epoch: each begins with the first part that the one before has not whole.
+
+    `end`: of the row. A part goes from one start to the next, whose token is a target, too, if a conversation goes on.
+    """
+    ends, found, part = np.append(starts[1:], end - 1), list[int](), 0
+    while part < len(starts):
+        found.append(starts[part])
+        part = max(part + 1, int(np.searchsorted(ends, starts[part] + length)))
+    return np.array(found, np.int64)
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[str, list[tuple[int, int]]]]:
