@@ -160,8 +160,8 @@ def check_saved(
 ) -> dict[Tensor, SavedParameter]:
     """Returns what `read_state` found, by parameter: all of it is checked, so that loading changes nothing or succeeds.
 
-    `settings_of` are those that the parameters will have. Parameters of which the state has nothing are left out; warns
-    if they train, and if the state is not this rank's own.
+    `settings_of` are those that the parameters will have, in the order of `numbered`. Parameters of which the state has
+    nothing are left out; warns if they train, and if the state is not this rank's own.
 
     Raises:
         ValueError: another optimizer saved it, or it is of another model, or damaged.

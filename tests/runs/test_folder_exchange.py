@@ -25,7 +25,7 @@ from demopt.runs import checkpoints, log
 from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
 from demopt.runs.stop import put_stop
-from demopt.runs.store import ObjectStore
+from demopt.runs.store import RECORD, ObjectStore
 from demopt.train.runs import command
 from forked import wait_for
 
@@ -548,7 +548,7 @@ def test_manifest_is_not_put_where_another_run_or_an_older_copy_has_replaced_the
         if older:
             store.delete([log.manifest_name(0)])
         else:
-            stores.change(store, log.RECORD, lambda data: data.replace(mine, b"another"))
+            stores.change(store, RECORD, lambda data: data.replace(mine, b"another"))
         return wait(*given)
 
     monkeypatch.setattr(OpenRound, "_wait", replaced)

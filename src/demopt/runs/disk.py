@@ -27,7 +27,7 @@ from pathlib import Path
 
 from demopt.errors import MessageError
 from demopt.runs.failures import GoneError, LinkError, told
-from demopt.runs.store import RUN, Store
+from demopt.runs.store import RECORD, Store
 
 _NO_LINKS = {EPERM, ENOSYS, ENOTSUP, EOPNOTSUPP, EXDEV, EMLINK, EINVAL}
 _PARTIAL = ".partial"  # where files are written before they are linked
@@ -65,7 +65,7 @@ class Disk(Store):
                         found = _content(f"{leaf}~", here, most, name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            if name == RUN and self._run is None:
+            if name == RECORD and self._run is None:
                 self._run = found or None
             return found or None
 
@@ -74,7 +74,7 @@ class Disk(Store):
             # An object has bytes, so an empty file is none. Deleting it would race; a second name does not.
             for each in (leaf, f"{leaf}~"):
                 if _size(each, here) is None and self._link(data, each, here):
-                    if name == RUN:
+                    if name == RECORD:
                         self._run = data
                     return True
                 if _size(each, here):
@@ -131,7 +131,7 @@ class Disk(Store):
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise GoneError(*error.args) from error
             if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, when numbers change
-                run = _content(RUN if here is not None else str(self._root / RUN), here, 1 << 30, RUN)
+                run = _content(RECORD if here is not None else str(self._root / RECORD), here, 1 << 30, RECORD)
                 if self._run is not None and run != self._run:
                     raise GoneError("another folder is in its place")
                 self._opened_as = found

@@ -39,7 +39,7 @@ from demopt.runs.open_round import (
 )
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.stop import StopWish
-from demopt.runs.store import Patient, Store, open_store
+from demopt.runs.store import RECORD, Patient, Store, open_store
 from demopt.runs.weights import FolderRounds
 from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
@@ -212,7 +212,7 @@ class FolderExchange(VaryingExchange):
         """
         record, mine = log.read_record(self.store) if self._record is None else self.require_run(), ""
         if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
-            gone = f"{self.store.address} has rounds of a run whose object {log.RECORD} is gone"
+            gone = f"{self.store.address} has rounds of a run whose object {RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)
         if record is None:
             if number:

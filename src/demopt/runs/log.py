@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.runs.key import ForeignError
 from demopt.runs.reading import Reading, Reads, count, reading_of, reads_of
-from demopt.runs.store import Store
+from demopt.runs.store import RECORD, Store
 from demopt.validation import first_difference
 from demopt.version import __version__
 
@@ -34,7 +34,6 @@ MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
 _LOST = 100  # rounds, at most, whose manifests may be gone before a checkpoint that is looked at
-RECORD = "run"
 
 T = TypeVar("T")
 DTYPES = {  # that tensors in a run may have, with the bytes of an element

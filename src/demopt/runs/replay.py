@@ -15,7 +15,7 @@ from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
 from demopt.runs.open_round import CoveredError
-from demopt.runs.store import Store
+from demopt.runs.store import RECORD, Store
 from demopt.runs.weights import FolderRounds
 
 
@@ -56,11 +56,11 @@ def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
     try:
         for group in record.groups:
             settings = {name: value for name, value in group.items() if name != "parameters"}
-            shapes = log.shapes_of(log.RECORD, group.get("parameters"))
+            shapes = log.shapes_of(RECORD, group.get("parameters"))
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in shapes]
             groups.append({**settings, "params": [*map(Parameter, zeros)]})
         facts = tuple((name, text) for name, text in record.config_facts)
         return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
-        told = f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
+        told = f"{RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
         raise MessageError(told) from error

@@ -24,7 +24,7 @@ _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address 
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from the server after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
-RUN = "run"  # the object that tells one run from another
+RECORD = "run"  # the object that tells one run from another
 CLOUDS = ("s3", "gs", "az")
 
 
@@ -109,10 +109,10 @@ class ObjectStore(Store):
             cause = error.__cause__
             if isinstance(cause, FileNotFoundError) and not re.search("NoSuchBucket|ContainerNotFound", str(cause)):
                 return None
-            if error.at_first and name != RUN:
+            if error.at_first and name != RECORD:
                 with suppress(StoreError):
-                    if self._found(RUN):
-                        raise ClosedError(f"{name} cannot be read, though {RUN} can: {error}") from cause
+                    if self._found(RECORD):
+                        raise ClosedError(f"{name} cannot be read, though {RECORD} can: {error}") from cause
             raise
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
