@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any, BinaryIO
 
 import torch
@@ -42,14 +43,13 @@ _REMEDY = (
     "demopt.reshard. See docs/checkpoints.md."
 )
 # Parts have one name in a `SavedParameter`, which is that in `Replicator.state` and in a state of DeMo.
-OF_WEIGHTS = ("global", "local_steps", "transform", "local", "start")  # only LocalDeMo has these parts
 OF_ONE_RANK = ("momentum", *OF_OWNERS, SAVED_BY, "local", "start")  # all other parts of ours are equal on all ranks
 #: The names in a state of LocalDeMo, where an entry has the inner optimizer's parts, too, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
     "step": "round",
     "momentum": "error",
-    **{name: name for name in (*OF_OWNERS, SAVED_BY, *OF_WEIGHTS)},
+    **{name: name for name in (*OF_OWNERS, SAVED_BY, "global", "local_steps", "transform", "local", "start")},
 }
 _OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has there
 
@@ -58,8 +58,7 @@ _OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of o
 class SavedParameter:
     """What a state holds of one parameter. Of one that a LocalDeMo has frozen, it may be `inner` alone."""
 
-    replicator: dict[str, Any]  # as in `Replicator.state`
-    weights: dict[str, Any]  # of `LocalWeights.to_save`, with the transform in whose domain the error is; none of DeMo
+    ours: dict[str, Any]  # of `Replicator.state`; of LocalDeMo also `LocalWeights.to_save`, and the error's transform
     inner: dict[Any, Any]  # the inner optimizer's; none of DeMo
     of_local: bool = True  # whether it is in a state of LocalDeMo
 
@@ -75,14 +74,13 @@ class SavedParameter:
         if saved_by is None or len(entry) > saved_by.entries:
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # also what a script has put there
-            return SavedParameter(dict(entry), {}, {}, of_local)
+            return SavedParameter(dict(entry), {}, of_local)
         ours = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
-        weights = {name: ours.pop(name) for name in OF_WEIGHTS if name in ours}
         inner = {}
         for name, value in entry.items():
             if name not in NAMES_IN_LOCAL.values():
                 inner[name.removeprefix(_OF_INNER) if isinstance(name, str) else name] = value
-        return SavedParameter(ours, weights, inner)
+        return SavedParameter(ours, inner)
 
     def entry(self) -> dict[Any, Any]:
         """Writes it as an entry of a state."""
@@ -98,11 +96,6 @@ class SavedParameter:
     def shared_entry(self) -> dict[str, Any]:
         """Writes what of the entry is equal on all ranks."""
         return {self.name_in_entry(name): value for name, value in self.ours.items() if name not in OF_ONE_RANK}
-
-    @property
-    def ours(self) -> dict[str, Any]:
-        """All but the inner optimizer's part."""
-        return {**self.replicator, **self.weights}
 
     def name_in_entry(self, name: str) -> str:
         """Returns the name that the entry has for a part of ours."""
@@ -167,7 +160,7 @@ def check_saved(
         ValueError: another optimizer saved it, or it is of another model, or damaged.
     """
     by_parameter, lacking = dict[Tensor, SavedParameter](), list[str]()
-    found = any(saved.weights if of_local else saved.ours for _, saved in numbered)
+    found = any("global" in saved.ours if of_local else saved.ours for _, saved in numbered)
     if not found and any(parameter.requires_grad for parameter in settings_of):
         lacks = "global weights and error" if of_local else "momentum"
         inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if of_local else ""
@@ -183,7 +176,7 @@ def check_saved(
             raise ValueError(f"{where} was saved by another optimizer, a LocalDeMo")
         _check_counts(saved, number)
         if of_local:
-            _check_weights(saved.weights, parameter, settings.transform, number)
+            _check_weights(saved.ours, parameter, settings.transform, number)
         _check_replicator(saved, parameter, settings, number)
         by_parameter[parameter] = saved
     if lacking:
@@ -239,7 +232,7 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
     """Raises ValueError unless momentum and rule's state are finite and fit a parameter with these settings."""
     cut = chunking(tuple(to_local(parameter).shape), settings.chunk, settings.chunking)
     length = math.prod(cut.chunk_shape)
-    entry, where = saved.replicator, f"the state of parameter {number}"
+    entry, where = saved.ours, f"the state of parameter {number}"
     rules_state = [name for name in RULE_STATE if name in entry]  # also of rules of before, if it is frozen
     for name in ("momentum", *rules_state):
         expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
@@ -270,7 +263,7 @@ def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
     found, has_unmarked, lacks = set(), False, ""
     for parameter, saved in saved_of.items():
-        saved_by, entries = SavedBy.of(saved.replicator), len(saved.ours) + len(saved.inner)
+        saved_by, entries = SavedBy.of(saved.ours), len(saved.ours) + len(saved.inner)
         if saved_by:
             found.add((saved_by[:4], (rank, world_size, *shard_of(parameter))))
             if not lacks and entries < saved_by.entries:
@@ -300,9 +293,9 @@ def unmarked(state: StateDict) -> StateDict:
     return {**state, "state": {n: {k: v for k, v in entry.items() if k != SAVED_BY} for n, entry in entries}}
 
 
-def savers_of(state: StateDict) -> dict[Any, SavedBy | None]:
-    """Returns whose each parameter's state is, and of how many entries."""
-    return {number: SavedBy.of(entry) for number, entry in state["state"].items()}
+def marks_of(state: StateDict) -> list[SavedBy]:
+    """Returns the marks of a state's parameters, in their order."""
+    return [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
 
 
 # All ranks' states in one
@@ -406,8 +399,7 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     for part in parts.values():
         check_form(part)
     states = separated(state)
-    marks = [SavedBy.of(entry) for each in states.values() for entry in each["state"].values()]
-    old_size = max((mark.world_size for mark in marks if mark), default=len(states))
+    old_size = max((mark.world_size for each in states.values() for mark in marks_of(each)), default=len(states))
     if missing := [str(old) for old in range(min(old_size, len(states) + 1)) if old not in states]:
         raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     return part_or_share(states, rank, world_size, old_size)
@@ -456,44 +448,40 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
         try:
             if world_size != old_size:  # chunks get other owners
                 saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
-            pairs = [(saved, shares[old]) for old, saved in saved_of.items()]
-            replicator, weights = dict(saved_of[largest].replicator), dict(saved_of[largest].weights)
-            if any("momentum" in saved.replicator for saved, _ in pairs):
-                replicator["momentum"] = _mean([(saved.replicator.get("momentum"), share) for saved, share in pairs])
-            if any("local" in saved.weights for saved, _ in pairs):
-                weights["local"] = _mean([(_local_of(saved.weights), share) for saved, share in pairs])
-            if any("start" in saved.weights for saved, _ in pairs):
-                weights["start"] = _mean([(_start_of(saved.weights), share) for saved, share in pairs])
+            ours = dict(saved_of[largest].ours)
+            for name, part_of in ("momentum", itemgetter("momentum")), ("local", _local_of), ("start", _start_of):
+                if any(name in saved.ours for saved in saved_of.values()):
+                    ours[name] = _mean([(part_of(saved.ours), shares[old]) for old, saved in saved_of.items()])
         except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
-        if saved_by := SavedBy.of(replicator):
-            replicator[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
-        taken[number] = replace(saved_of[largest], replicator=replicator, weights=weights).entry()
+        if saved_by := SavedBy.of(ours):
+            ours[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
+        taken[number] = replace(saved_of[largest], ours=ours).entry()
     return {**states[largest], "state": taken}
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     """Puts the owner's error into the rank's own."""
-    if OWNER_ERROR not in saved.replicator:
+    if OWNER_ERROR not in saved.ours:
         return saved
-    momentum = saved.replicator["momentum"].clone()
-    add_owner_error(saved.replicator, momentum, old_size)
-    rest = {name: value for name, value in saved.replicator.items() if name not in OF_OWNERS}
-    return replace(saved, replicator={**rest, "momentum": momentum})
+    momentum = saved.ours["momentum"].clone()
+    add_owner_error(saved.ours, momentum, old_size)
+    rest = {name: value for name, value in saved.ours.items() if name not in OF_OWNERS}
+    return replace(saved, ours={**rest, "momentum": momentum})
 
 
-def _start_of(weights: Mapping[str, Any]) -> Any:
+def _start_of(ours: Mapping[str, Any]) -> Any:
     """Returns where a rank's local steps start; a state has left it out where that is the global weights."""
-    return weights.get("start", weights["global"])
+    return ours.get("start", ours["global"])
 
 
-def _local_of(weights: Mapping[str, Any]) -> Any:
+def _local_of(ours: Mapping[str, Any]) -> Any:
     """Returns a rank's local weights; a state has left them out where they are the global ones, and so is the start.
 
     Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
     """
-    local = weights.get("local", weights["global"])
-    return local if bool(local.isfinite().all()) else _start_of(weights)
+    local = ours.get("local", ours["global"])
+    return local if bool(local.isfinite().all()) else _start_of(ours)
 
 
 def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
@@ -530,8 +518,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")
     try:
         for rank, state in enumerate(states):
-            marks = [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
-            savers, counts = {mark.rank for mark in marks}, {mark.world_size for mark in marks}
+            savers, counts = ({mark[part] for mark in marks_of(state)} for part in (0, 1))
             if savers and savers != {rank}:
                 raise ValueError(
                     f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all "
@@ -554,6 +541,6 @@ def _model_and_round(state: StateDict) -> dict[Any, Any]:
     """Returns the shape of each parameter's momentum, and the number of rounds: the same in the states of all ranks."""
     found = {}
     for number, entry in state["state"].items():
-        kept = SavedParameter.of(entry).replicator
+        kept = SavedParameter.of(entry).ours
         found[number] = (list(kept["momentum"].shape), int(kept.get("step", 0))) if "momentum" in kept else ()
     return found

@@ -252,7 +252,7 @@ class DeMo(ReplicatedOptimizer):
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=False)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
-        self.replicator.restore({parameter: saved.replicator for parameter, saved in saved_of.items()})
+        self.replicator.restore({parameter: saved.ours for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         self._rounds.settle()

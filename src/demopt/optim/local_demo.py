@@ -558,14 +558,14 @@ class LocalDeMo(ReplicatedOptimizer):
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
         self.replicator.let_extract()
         inner = self._inner.state()
-        found = {parameter: SavedParameter({}, {}, entry) for parameter, entry in inner.items()}
+        found = {parameter: SavedParameter({}, entry) for parameter, entry in inner.items()}
         transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
         self._weights.notice_loaded()
         for local, weight in self._weights.global_of.items():
             if weight not in self.replicator.state:
                 continue  # it was frozen when a state that lacks it was loaded: `attach` gave it none
             weights = {**self._weights.to_save(local), "transform": torch.tensor(transform, device="cpu")}
-            found[local] = SavedParameter(self.replicator.state[weight], weights, inner.get(local, {}))
+            found[local] = SavedParameter(self.replicator.state[weight] | weights, inner.get(local, {}))
         return ReadOnly(ReadOnly, {parameter: ReadOnly(None, saved.entry()) for parameter, saved in found.items()})
 
     @state.setter
@@ -630,9 +630,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
         self._follow_changes(also=saved_of)
         global_of = self._weights.global_of
-        self.replicator.restore({global_of[local]: saved.replicator for local, saved in saved_of.items()})
-        self._weights.restore({local: saved.weights for local, saved in saved_of.items()})
-        self.mistakes.note_state(has_local_weights=any("local" in saved.weights for saved in saved_of.values()))
+        self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
+        self._weights.restore({local: saved.ours for local, saved in saved_of.items()})
+        self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
         self._is_trained = self._is_trained or self.local_steps > 0
         self._rounds.restore(folder)
 

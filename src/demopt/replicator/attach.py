@@ -57,11 +57,9 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in earlier.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
     for parameter, entry in earlier.items():
-        if entry and parameter.requires_grad:
-            state[parameter] = {}
-        elif entry:  # apart from the old buffer, which nothing else needs any more
-            own = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
-            state[parameter] = {**entry, **own}
+        if entry:  # what is frozen leaves the old buffer, which nothing else needs any more
+            kept = () if parameter.requires_grad else ("momentum", *RULE_STATE)
+            state[parameter] = {name: entry[name].clone() for name in kept if name in entry}
     for chunk_group in wiring.chunk_groups:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
@@ -71,9 +69,9 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
         if new := state.get(parameter):
-            new |= {"step": round_number, SAVED_BY: None}  # which counts as an entry, too
-            # LocalDeMo's entries have more: `SavedParameter.entry` counts those anew.
-            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter), len(new)).tensor()
+            new["step"] = round_number
+            entries = len(new) + 1  # with this one; LocalDeMo's have more: `SavedParameter.entry` counts those anew
+            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter), entries).tensor()
 
 
 def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
@@ -84,7 +82,6 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
     for parameter, entry in earlier.items():
         if OWNER_ERROR in entry and parameter not in kept:
             add_owner_error(entry, state[parameter]["momentum"], rank_and_size[1])
-            state[parameter] = {k: v for k, v in state[parameter].items() if k not in OF_OWNERS}
     for parameter, own in owned.items():
         _copy_into(earlier[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
         state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
