@@ -252,10 +252,6 @@ class Replicator:
         for given in (gradients,) if minus is None else (gradients, minus):
             check_gradients(wiring.names, wiring.parameters, given)
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
-        exchange = self.session.exchange
-        if isinstance(exchange, VaryingExchange):
-            hashed = self.fingerprint(state=True) if self.options.fingerprint_due(current.header.round_number) else None
-            current.attached = exchange.attachment(wiring, current.header, hashed)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         # of differences, only `minus`, the local weights: from a start that is not finite, they are not finite either
@@ -270,12 +266,16 @@ class Replicator:
         return current, factor
 
     def _begin(self, wiring: Wiring) -> Round:
-        if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
+        """Begins a round, with the hash by which the others compare this rank's weights with theirs, if due."""
+        exchange = self.session.exchange
+        if exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
             self.session.agree(wiring, self.header)
         header = self.header(wiring)
         new, due = Round(wiring, header), self.options.fingerprint_due(header.round_number)
-        if due and header.round_number and header.world_size > 1 and self.session.has_met:  # a folder: in the envelope
-            new.differing_copies = difference_of_copies(wiring, self.session.exchange)
+        if isinstance(exchange, VaryingExchange):
+            new.attached = exchange.attachment(wiring, header, self.fingerprint(state=True) if due else None)
+        elif due and header.round_number and header.world_size > 1 and self.session.has_met:
+            new.differing_copies = difference_of_copies(wiring, exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
                 fingerprint ^= 2**64 - 1
@@ -309,25 +309,13 @@ class Replicator:
                 raise ValueError(f"the message is {came}; extract returned {wanted}")
             current.message = message
         number, exchange = current.header.round_number, self.session.exchange
+        varies = isinstance(exchange, VaryingExchange)
         try:
             self.session.agree(current.wiring, self.header)
             messages = self._travel(current, exchange) if current.work is None else self._arrived(current, current.work)
-            if current.outcome is None:
-                if current.result is None or current.result.messages is not messages:
-                    current.result = None
-                    with suppress(MessageError):  # its rows are no messages, which `check` reports
-                        current.result = read_result(current.wiring.route, messages)
-                # another rank may have a new layout, or other settings
-                if current.result is not None and handshake_due(current.result.headers):
-                    if current.work is not None:  # if settings differ, it travels again, as that rank's message does
-                        self._reopen(current)
-                    self.session.compare(current.wiring, number)
-                    messages = self._travel(current, exchange)
-            if self.session.compares_gradients:
-                self.session.compare_gradients(current.wiring)
+            messages = messages if varies else self._compare(current, exchange, messages)
         except ExchangeError as error:
-            now = f"round {number + 1}" if isinstance(exchange, VaryingExchange) else f"step {number}"
-            raise ExchangeError(f"{now}: {error}") from error
+            raise ExchangeError(f"{f'round {number + 1}' if varies else f'step {number}'}: {error}") from error
         self.stats, current.exchanged = current.stats.timed("exchange", started), True
         current.stats = self.stats
         return messages
@@ -345,6 +333,22 @@ class Replicator:
                 messages = current.wiring.route.exchange(current.message, exchange, current.header)
         travelled = Stats(sent_bytes=exchange.sent_bytes - sent, received_bytes=exchange.received_bytes - received)
         current.stats = current.stats.after(travelled)  # a round may travel twice
+        return messages
+
+    def _compare(self, current: Round, exchange: Meter, messages: Tensor) -> Tensor:
+        """What a fixed set of ranks compares after a round; returns its messages, which another handshake replaces."""
+        if current.result is None or current.result.messages is not messages:
+            current.result = None
+            with suppress(MessageError):  # its rows are no messages, which `check` reports
+                current.result = read_result(current.wiring.route, messages)
+        # another rank may have a new layout, or other settings
+        if current.result is not None and handshake_due(current.result.headers):
+            if current.work is not None:  # if settings differ, it travels again, as that rank's message does
+                self._reopen(current)
+            self.session.compare(current.wiring, current.header.round_number)
+            messages = self._travel(current, exchange)
+        if self.session.compares_gradients:
+            self.session.compare_gradients(current.wiring)
         return messages
 
     def _arrived(self, current: Round, work: "Future[Tensor]") -> Tensor:
@@ -437,9 +441,9 @@ class Replicator:
         `received_bytes`, for them, are added to those of the step's own round.
         """
         self.require_idle("apply_missed")
-        self.round, received_bytes = self._begin(self.wiring()), self.stats.received_bytes + received_bytes
-        self.round.result, self.round.stats = result, replace(self.stats, received_bytes=received_bytes)
-        self.round.outcome = Outcome(None, result)
+        wiring, received_bytes = self.wiring(), self.stats.received_bytes + received_bytes
+        stats = replace(self.stats, received_bytes=received_bytes)
+        self.round = Round(wiring, self.header(wiring), result=result, stats=stats)
         self.apply(result.messages)
 
     def rollback(self) -> None:
@@ -492,10 +496,8 @@ class Replicator:
                 finally:
                     at_rest.set()
                 messages = self._travel(current, exchange)
-                if current.outcome is None:
-                    with suppress(DemoptError):  # something is wrong with them, which `exchange` and `apply` find
-                        result = read_result(current.wiring.route, messages)
-                        current.result = result if handshake_due(result.headers) else self._decoded(current, result)
+                with suppress(DemoptError):  # something is wrong with them, which `exchange` and `apply` find
+                    self._checked(current, messages)
                 return messages
 
         current.at_rest = at_rest
@@ -628,7 +630,8 @@ class Replicator:
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
         data = wiring.route.layout.bodies(message[HEADER_BYTES:])
-        return replace(self._begin(wiring), message=message, attached=attached, data=data, stage="left open")
+        header = self.header(wiring)
+        return Round(wiring, header, message=message, attached=attached, data=data, stage="left open")
 
     def clear_momentum(self) -> None:
         """Sets the momenta to zero: this rank starts as a new one, with weights of a peer."""
