@@ -425,7 +425,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         is_retry, background = self._must_retry, self.replicator.options.background
-        if not self._end_open_round():
+        if self._end_open_round():  # and with it the run
             return
         spent = self.replicator.stats if is_retry else Stats()  # by earlier rounds of this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back

@@ -161,11 +161,11 @@ class Rounds:
     def end_open_round(self) -> bool:
         """Ends the round in flight, or one that an error left open; local steps since are for the next one.
 
-        Returns whether one may follow: not if that was the run's last.
+        Returns whether this has ended the run, so that no round follows.
         """
         if self.replicator.is_open:
             self.exchange_and_apply()
-        return True
+        return False
 
     def exchange_and_apply(self) -> None:
         """Exchanges the round, if it is not under way, and applies it. After an error follows `settle`."""

@@ -74,7 +74,7 @@ class Session:
 
     @property
     def has_met(self) -> bool:
-        """Whether a handshake has come, with these ranks; in a folder, whether a round was exchanged."""
+        """Whether a handshake has come, with these ranks."""
         return self._agreed is not None
 
     def has_agreed(self, wiring: Wiring) -> bool:

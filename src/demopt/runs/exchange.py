@@ -437,11 +437,10 @@ class FolderExchange(VaryingExchange):
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.unsent -= sequences
         self.worker = outcome.envelope.worker
-        is_left_out = outcome.row is None and self.worker not in manifest.refused  # those were in time
-        self.left_out = self.left_out + 1 if is_left_out else 0
+        self.left_out = self.left_out + 1 if outcome.fate == "left out" else 0  # refused ones were in time
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
-        if outcome.ending == "applied":
+        if outcome.moved_by == "messages":
             self.move_to(manifest, manifest.stop, outcome.known_at)
         if self._overlooked_rounds == 2:
             self.say(

@@ -32,7 +32,8 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
-Ending = Literal["applied", "covered", "drifted"]  # see `FolderRounds._end`
+Fate = Literal["listed", "refused", "left out"]
+Mover = Literal["messages", "checkpoint", "resync"]
 
 
 class CoveredError(DemoptError):
@@ -57,11 +58,11 @@ class Attached:
 class FolderOutcome(Outcome):
     """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers.
 
-    The message is listed (`row`), and what was sent leaves the error; or it stays there, because it was refused or is
-    left out: late, or too few had sent. `FolderRounds._end` has what becomes of the weights, whatever became of that.
+    What was sent leaves the error only if the message is listed, whatever moves the weights.
     """
 
-    ending: Ending
+    fate: Fate  # of the message; "listed": it has a row; "left out": it was late, or too few had sent
+    moved_by: Mover  # the weights; not by "messages" if these are gone, or the weights were not the manifest's before
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
     needed: float  # seconds from the round before until the message was put, or the round found to be over
@@ -111,20 +112,21 @@ class OpenRound:
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         row, mine = as_listed(self.mine, manifest)
-        ending: Ending = "applied"
+        fate: Fate = "listed" if row is not None else "refused" if mine.worker in manifest.refused else "left out"
+        moved_by: Mover = "messages"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:
-            result, ending = join_results(self._wiring, []), "covered"
+            result, moved_by = join_results(self._wiring, []), "checkpoint"
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
-            ending = "drifted"
-        if mine.worker in manifest.refused:
+            moved_by = "resync"
+        if fate == "refused":
             run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
-        overlooked = row is None and was_there and bool(manifest.senders) and mine.worker not in manifest.refused
+        overlooked = fate == "left out" and was_there and bool(manifest.senders)
         waited = time.monotonic() - began - self.slept
         return FolderOutcome(
-            row, result, ending=ending, manifest=manifest, envelope=mine,
+            row, result, fate=fate, moved_by=moved_by, manifest=manifest, envelope=mine,
             needed=ready_at - self._attached.round_began,
             waited=waited, waited_for=() if 2 * self._longest > waited else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=known_at,
@@ -313,7 +315,7 @@ def as_listed(sent: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]
     """Returns the row of a worker's own message in a manifest, None if it is left out; and it under the name there."""
     # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
     alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
-    # One that an earlier attempt has put under its second name has the first one here, unless it was put again.
+    # An earlier attempt, or the process before this one, may have put it under its second name; it has the first here.
     for each in (sent, renamed(sent)) if alike else ():
         if (row := alike.get(log.digest(each.packed()))) is not None:
             return row, each

@@ -270,7 +270,7 @@ class FolderRounds(Rounds):
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
-        return was_over or not self.run.is_over
+        return self.run.is_over and not was_over  # a trainer may go on after the end
 
     def exchange_and_apply(self) -> None:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
@@ -302,21 +302,17 @@ class FolderRounds(Rounds):
         """Ends a round whose outcome is known; DriftError if these weights are not the run's."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
-        # A message that is left out stays in the error, unless it was not finite, and never there.
-        has_left = outcome.row is not None or not current.in_momentum
+        # A message that is not listed stays in the error, unless it was not finite, and never there.
+        has_left = outcome.fate == "listed" or not current.in_momentum
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            match outcome.ending:
-                case "applied":  # by its messages; by none if too few had sent
-                    replicator.apply(messages)
-                    self._is_behind = outcome.row is None  # later rounds may be decided already
-                case "covered":  # its messages are gone, and a checkpoint moves the weights
-                    replicator.mark_applied()
-                    self._is_behind = True
-                case "drifted":  # before it; `resync` moves the weights
-                    replicator.mark_applied()
-                    self._is_behind = False
+            if outcome.moved_by == "messages":  # none if too few had sent
+                replicator.apply(messages)
+                self._is_behind = outcome.fate != "listed"  # later rounds may be decided already
+            else:
+                replicator.mark_applied()
+                self._is_behind = outcome.moved_by == "checkpoint"  # `resync` sets it by itself
             self.run.note_outcome(outcome, current.attached.sequences if has_left else 0)
-        if outcome.ending == "drifted":
+        if outcome.moved_by == "resync":
             told = f"the weights of worker {self.run.worker} differ from those of {outcome.manifest.author}"
             remedy = "Call resync(), which takes the run's newest weights"
             raise DriftError(outcome.manifest.round, [], told, remedy)
@@ -432,17 +428,16 @@ class FolderRounds(Rounds):
         run.say_that_copies_part()
         # The manifest before is `before` in the store now; the run went on, if it did, from `chosen`.
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
-        chosen, least = after.before if after else before.digest, 0
-        if chosen == mine_before == before.digest:
+        chosen = after.before if after else before.digest
+        is_mine, is_there = chosen == mine_before, chosen == before.digest
+        if is_mine and is_there:
             run.move_to(before, stops=False)
             return  # the others, too, go on from what this worker has
-        if after is not None and chosen != before.digest:  # which is gone: only who has applied it knows what follows
-            if chosen == mine_before:
-                with suppress(CoveredError):
-                    self.apply_manifest(after)
-                    return
-            least = number + 1
-        newest = self._newest_checkpoint(least)
+        if is_mine and after is not None:  # only who has applied the one that is gone can apply what follows it
+            with suppress(CoveredError):
+                self.apply_manifest(after)
+                return
+        newest = self._newest_checkpoint(least=0 if is_there else number + 1)
         with uninterrupted():
             self.take(newest)
             self._loaded = None  # its message was dropped
