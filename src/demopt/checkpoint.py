@@ -19,7 +19,7 @@ import re
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,26 +141,24 @@ class OptimizerState:
         """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
         rank, world_size = self._optimizer.replicator.rank_and_size
         old_size, parameters = state_dict["world_size"], self._parameters  # the file's, now that it is read
-        entries = [(match, entry) for key, entry in state_dict.items() if (match := _KEY.fullmatch(key))]
-        ranks = {int(match["rank"]) for match, _ in entries}
+        by_rank: dict[int, dict[int, Any]] = {}
+        for key, entry in state_dict.items():
+            if match := _KEY.fullmatch(key):
+                by_rank.setdefault(int(match["rank"]), {})[int(match["number"])] = entry
         if not isinstance(old_size, int) or old_size < 1:
             raise ValueError(f"the checkpoint is damaged: it was saved by {old_size!r} ranks")
         # The first test keeps a damaged number from `overlaps`, which would loop over old_size / world_size ranks.
-        if old_size > world_size * len(ranks) or not (needed := overlaps(rank, world_size, old_size)).keys() <= ranks:
+        if old_size > world_size * len(by_rank) or overlaps(rank, world_size, old_size).keys() - by_rank:
             raise ValueError(
                 f"{old_size} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
-        # A key of this rank that the file lacks is here too, unread: `overlaps` does not name it.
-        states = {old: StateDict(state={}, param_groups=state_dict["param_groups"]) for old in needed}
-        for match, entry in entries:
-            old, number = int(match["rank"]), int(match["number"])
-            if old in needed and (saved := _read_entry(entry))["values"]:
-                states[old]["state"][number] = {
-                    name: placed_as(value, parameters[number]) if name in saved["sharded"] else value
-                    for name, value in saved["values"].items()
-                }
-        folder = {"folder": _read_entry(state_dict["folder"])["values"]} if "folder" in state_dict else {}
+        states: dict[int, StateDict] = {}
+        for old in overlaps(rank, world_size, old_size):  # not a key of this rank that the file lacks: that is unread
+            read = ((number, _values_of(entry, parameters[number])) for number, entry in by_rank[old].items())
+            entries = {number: values for number, values in read if values}
+            states[old] = {"state": entries, "param_groups": state_dict["param_groups"]}
+        folder = {"folder": _values_of(state_dict["folder"])} if "folder" in state_dict else {}
         try:
             self._optimizer.load_state_dict({**part_or_share(states, rank, world_size, old_size), **folder})
         except ValueError as error:
@@ -179,14 +177,13 @@ class OptimizerState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
-def _read_entry(entry: Any) -> Mapping[str, Any]:
-    """Returns an entry; it is an `_Entry` if it was not read, or comes from a file of early 0.3.0."""
+def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
+    """Returns what an entry has of the parameter `like`; an `_Entry` is of a file of early 0.3.0, or was not read."""
     if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
-        return {"values": {}, "sharded": []}
-    found = vars(entry) if isinstance(entry, _Entry) else entry
-    match found:
-        case {"values": Mapping(), "sharded": list()}:
-            return found
+        return {}
+    match vars(entry) if isinstance(entry, _Entry) else entry:
+        case {"values": Mapping() as values, "sharded": list() as sharded}:
+            return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
 
 
@@ -197,14 +194,11 @@ class _Entry:
     shards of DTensors, saved as they lie here.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self.sharded: list[str] = []
+    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = ()) -> None:
+        self.values, self.sharded = values, [*sharded]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
-        entry = _Entry({})
-        entry.values, entry.sharded = self._as_saved()
-        return entry
+        return _Entry(*self._as_saved())
 
     def __reduce__(self) -> tuple[Any, ...]:
         values, sharded = self._as_saved()

@@ -27,7 +27,7 @@ from demopt.core.rules import RULE_STATE, RULE_WEIGHTS, AdamW
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
-from demopt.replicator.attach import OF_OWNERS, SAVED_BY, SavedBy, add_owner_error
+from demopt.replicator.attach import SAVED_BY, SavedBy, add_owner_error
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.validation import check_count, check_rank, warn
@@ -42,14 +42,15 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-# Parts have one name in a `SavedParameter`, which is that in `Replicator.state` and in a state of DeMo.
-OF_ONE_RANK = ("momentum", *OF_OWNERS, SAVED_BY, "local", "start")  # all other parts of ours are equal on all ranks
-#: The names in a state of LocalDeMo, where an entry has the inner optimizer's parts, too, such as a "step".
+#: Parts that each rank has for itself; all others of ours are equal. Their names in `Replicator.state` and in DeMo's.
+OF_ONE_RANK = ("momentum", OWNER_ERROR, OWNER_START, SAVED_BY, "local", "start")
+#: The names of all ours in a state of LocalDeMo, where an entry has the inner optimizer's, too, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
     "step": "round",
     "momentum": "error",
-    **{name: name for name in (*OF_OWNERS, SAVED_BY, "global", "local_steps", "transform", "local", "start")},
+    **{name: name for name in (OWNER_ERROR, OWNER_START, SAVED_BY)},
+    **{name: name for name in ("global", "local_steps", "transform", "local", "start")},
 }
 _OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has there
 
@@ -425,14 +426,9 @@ def part_or_share(states: Mapping[int, StateDict], rank: int, world_size: int, o
 
 def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
     """Returns which of `old_size` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
-    found = {}
-    for old in range(rank * old_size // world_size, old_size):
-        low = max(Fraction(rank, world_size), Fraction(old, old_size))
-        high = min(Fraction(rank + 1, world_size), Fraction(old + 1, old_size))
-        if high <= low:
-            break
-        found[old] = (high - low) * world_size
-    return found
+    begin, end = rank * old_size, (rank + 1) * old_size  # of its interval, where that of an old rank is world_size long
+    olds = range(begin // world_size, -(-end // world_size))
+    return {old: Fraction(min(end, (old + 1) * world_size) - max(begin, old * world_size), old_size) for old in olds}
 
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
@@ -464,10 +460,10 @@ def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     """Puts the owner's error into the rank's own."""
     if OWNER_ERROR not in saved.ours:
         return saved
-    momentum = saved.ours["momentum"].clone()
-    add_owner_error(saved.ours, momentum, old_size)
-    rest = {name: value for name, value in saved.ours.items() if name not in OF_OWNERS}
-    return replace(saved, ours={**rest, "momentum": momentum})
+    ours = {**saved.ours, "momentum": saved.ours["momentum"].clone()}
+    add_owner_error(ours, ours["momentum"], old_size)
+    del ours[OWNER_ERROR], ours[OWNER_START]
+    return replace(saved, ours=ours)
 
 
 def _start_of(ours: Mapping[str, Any]) -> Any:

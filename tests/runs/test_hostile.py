@@ -485,6 +485,25 @@ def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_
     assert len(log.checkpoints(alice)) > 2
 
 
+def test_rounds_of_a_deletion_that_failed_are_deleted_after_the_next_checkpoint():
+    store, is_away = ObjectStore(), [True]
+    delete = store._delete
+
+    def fails_at_first(name):
+        if is_away:
+            raise StoreError("away")
+        delete(name)
+
+    store._delete = fails_at_first
+    worker = Worker(stores.Through(store), 0, checkpoint_every=2)
+    worker.run.store.patience = 0.1
+    worker.round(4)
+    is_away.clear()
+    worker.round(2)
+    assert log.look(store, 4).messages
+    assert not log.pieces(store, range(4))
+
+
 def test_requests_of_a_checkpoint_stay_as_few_where_nothing_may_be_deleted():
     store, tried = ObjectStore(), list[str]()
 

@@ -12,13 +12,13 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.wiring import Wiring
 
 State = MutableMapping[Tensor, dict[str, Any]]
-OF_OWNERS = (OWNER_ERROR, OWNER_START)
 SAVED_BY = "saved_by"  # in a parameter's state: `SavedBy`, as a tensor
 
 
 class SavedBy(NamedTuple):
     """Whose a parameter's state is, and how many entries it has, this one included.
 
+    It is in the state itself, because torch's functions for flattened states load only names that are there.
     A state may gain or lose entries on its way. torch's flattened states get an empty dict for each name that the
     loading optimizer has and the file lacks; torch.distributed.checkpoint drops the names that the optimizer lacks. So
     `SavedParameter.of` leaves out empty dicts where there are more entries than counted here (those of an inner
@@ -78,13 +78,14 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
     """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     owned = dict(wiring.route.owner_state())
-    kept = {parameter for parameter, own in owned.items() if _owned_before(earlier[parameter], own, rank_and_size)}
     for parameter, entry in earlier.items():
-        if OWNER_ERROR in entry and parameter not in kept:
+        own = owned.get(parameter, {})
+        kept = bool(own) and _owned_before(entry, own, rank_and_size)
+        if OWNER_ERROR in entry and not kept:
             add_owner_error(entry, state[parameter]["momentum"], rank_and_size[1])
-    for parameter, own in owned.items():
-        _copy_into(earlier[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
-        state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
+        if own:
+            _copy_into(entry[OWNER_ERROR] if kept else None, own[OWNER_ERROR])
+            state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
 
 
 def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, world_size: int) -> None:

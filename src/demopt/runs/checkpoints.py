@@ -78,7 +78,8 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     gone = [log.moments_name(each) for each in old]
     try:
         if not run.record.keep_log:
-            first = max([run.cleared, *earlier[:1]])  # some worker has cleared the rounds before the earliest one
+            # Who deleted the checkpoint before the earliest one has deleted the rounds before that, too.
+            first = max([run.cleared, *(each for each in earlier[:1] if each > run.record.checkpoint_every)])
             gone += log.pieces(run.store, range(first, last))
             gone += [log.checkpoint_name(run.record, each) for each in old]
         run.store.delete(gone)
