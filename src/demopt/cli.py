@@ -9,6 +9,7 @@ import tempfile
 import types
 import typing
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -181,6 +182,8 @@ def _run(arguments: list[str]) -> int:
     for before, each in zip(["", *arguments], arguments, strict=False):
         if re.fullmatch("(--[a-z-]+=)?", each):
             return tell(f"{each or before} is empty: is the variable set? Give a value, or leave it out", 2)
+    # A shell does so only where the value is a word of its own; a folder called ~ is nobody's wish.
+    arguments = [re.sub("^(--[a-z-]+=)(~.*)", lambda f: f[1] + os.path.expanduser(f[2]), each) for each in arguments]
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
         return build_app().main(arguments, prog_name="demopt", standalone_mode=False) or 0
@@ -189,9 +192,13 @@ def _run(arguments: list[str]) -> int:
             print(error.message, end="\n" if error.message else "")
             return 2
         name = getattr(error, "option_name", None)
-        meant = f"; here it is {MEANT[name]}" if name in MEANT else ""
+        more = f"; here it is {MEANT[name]}" if name in MEANT else ""
+        if isinstance(error, typer.BadParameter):  # whose message has what is wanted
+            names = getattr(error.param, "opts", ())
+            words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--") else [each])]
+            more = "".join(f"; got {value!r}" for flag, value in pairwise(words) if flag in names)
         command = error.ctx.command_path if error.ctx else " ".join(["demopt", *re.findall("^[a-z]+$", arguments[0])])
-        return tell(f"{error.format_message().rstrip('.')}{meant} (see {command} --help)", 2)
+        return tell(f"{error.format_message().rstrip('.')}{more} (see {command} --help)", 2)
     except typer.Abort:  # of Ctrl-C
         return tell("stopped", 130)
     except SharedInputError as error:

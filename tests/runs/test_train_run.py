@@ -395,6 +395,7 @@ def test_each_sequence_counts_in_one_message(machines, delay):
         (("status", "no run"), "To start a run: demopt train --run 'no run'"),
         (("status", "."), "holds no run; is its disk mounted? To start a run: demopt train --run"),
         (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
+        (("train", "--run", __file__), "cannot be opened: it is no folder"),
         (("train", "--run", "RUN", "--workers", "2"), "--run takes one worker per command"),
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
         (("train", "--run", "s3://b/x#1"), "in each part of a name, not 'x#1'"),
@@ -504,6 +505,12 @@ def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if run.exists() else away.rename(run))
     assert digest in command("join", run, "--out", machines.place / "second")
     assert not away.exists()
+
+
+def test_train_again_starts_the_run_that_a_kill_kept_it_from(machines):
+    (out := machines.place / "first").mkdir()
+    (out / "config.json").write_text(json.dumps({"run": machines.run, "optimizer": "local"}))
+    assert machines.whole(steps=5)
 
 
 def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(machines, command):

@@ -149,6 +149,9 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, kind, f
         (["--key-file", "run.key"], "--key-file is for a run in a folder, which --run names"),
         (["--colour", "red"], "No such option"),
         (["--steps"], "requires an argument (see demopt train --help)"),
+        (["--steps", "x"], "got 'x'"),
+        (["--lr=1e-3y"], "got '1e-3y'"),
+        (["--data=~/no/such"], f"--data {Path.home()}/no/such: no such file"),
         (["--stpes", "3"], "--steps"),  # in words that differ from one version of typer to another
         (["--values", "2bit"], "did you mean '2-bit'?"),
         (["--tracker", "wanbd"], "did you mean 'wandb'?"),
@@ -288,7 +291,7 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
         *(("--out {}/run --config {}/config.json", content, told) for content, told in [
             ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
             ('{"sync-every": 3}', "did you mean 'sync_every'?"),
-            ('{"steps": "3"}', "--steps is '3'; it must be a valid integer"),
+            ('\ufeff{"steps": "3"}', "config.json: --steps is '3'; it must be a valid integer"),
             ('{"data": [1]}', "--data is 1; it must be a valid string"),
             *(("[1]", "wanted settings by name, got list"), ("{", "config file")),
         ]),

@@ -123,6 +123,12 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     model.mkdir(parents=True)
     (model / "tokenizer.json").write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
+    (tmp_path / ".more").mkdir()
+    (tmp_path / ".more" / "text.txt").write_text("other words " * 99)
+    (tmp_path / ".more" / "loop").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(".more")
+    assert [file.parent.name for file in data.find_files(config)[0]] == ["link", tmp_path.name]
+    (tmp_path / "link").unlink()
     (tmp_path / "text.txt").rename(tmp_path / ".hidden")
     with pytest.raises(InputError, match="it has no file but hidden ones and those of --out"):
         data.load_corpus(config)
@@ -145,6 +151,9 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     ("name", "content", "told"),
     [
         ("empty.txt", b"", "no text in it"),
+        ("windows.txt", "some words".encode("utf-16"), "UTF-16; write it as UTF-8"),
+        ("packed.txt", b"\xfd7zXZ\0", "compressed; unpack it"),
+        ("null.jsonl", b'{"text": null}', r"an object with text \(a string\) .*, got an object with text \(NoneType\)"),
         ("chats.json", b'[\n {"messages": []}]', "chats.json is JSON; write it as JSON lines"),
         ("chats.ndjson", b'{"text": "a"}\n{"text": "b"}', "into a file whose name ends in .jsonl"),
         ("short.txt", b"only a few words", "part has"),

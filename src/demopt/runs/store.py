@@ -264,7 +264,8 @@ def open_store(address: str) -> Store:
         try:
             return Disk(place)
         except OSError as error:
-            raise ValueError(f"{address}: cannot be opened: {error.strerror}") from error
+            reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+            raise ValueError(f"{address}: cannot be opened: {reason}") from error
     try:
         import obstore.store
     except ModuleNotFoundError:

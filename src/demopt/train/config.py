@@ -216,6 +216,15 @@ def config_of(settings: Given) -> TrainConfig:
         raise InputError(f"{flag(name)} is {came!r}; {wanted}{suggestion(came, known)}") from None
 
 
+def _checked(settings: Given, file: Path) -> Given:
+    """Returns the settings in a file, if each is fit; an InputError names the file."""
+    try:
+        config_of(settings)
+    except InputError as error:
+        raise InputError(f"config file {file}: {error}") from None
+    return settings
+
+
 def check_paths(settings: Given) -> None:
     """Raises InputError for a path that no file here can have, whether one is there or not."""
     for name in ("out", "run", "data", "model", "tokenizer", "key_file"):
@@ -244,7 +253,7 @@ def read_run(out: Path) -> Given:
 
 def read_file(path: Path) -> Given:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))  # with a BOM from Windows, or without
     except OSError as error:
         raise InputError(f"config file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -262,7 +271,7 @@ def checkpoints_in(folder: Path) -> dict[Path, bool]:
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
-    settings = {**(read_file(file) if file else {}), **given}
+    settings = {**(_checked(read_file(file), file) if file else {}), **given}
     out = Path(config_of(settings).out)
     if settings.get("resume_auto"):
         # through links, too, although no run goes on from one: nothing is overwritten that may be a checkpoint
@@ -271,7 +280,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     if settings.get("resume"):
         if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
-        settings = {**read_run(out), **settings}
+        settings = {**_checked(read_run(out), out / CONFIG), **settings}
     config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
         if config.model and name in {"preset", "vocab_size", *SHAPE}:

@@ -27,7 +27,7 @@ TOKEN_SUFFIXES = (".npy", ".bin")
 LINES_SUFFIX = ".jsonl"
 # The begin of JSON that is no text to learn, by the first name in its first object
 _LIKE_LINES = re.compile(rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruction|prompt)"\s*:')
-COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"BZh", b"\xfd7zXZ")  # gzip, zstd, zip, bzip2, xz
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
@@ -181,7 +181,7 @@ def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
         return _standard_library(), []
     read, left = list[Path](), list[Path]()
     for name in config.data:
-        faults = {file: unfit(file) for file in _files(Path(name), config)}
+        faults = {file: unfit(file) for file in _files(name, config)}
         if all(faults.values()):
             none = "it has no file but hidden ones and those of --out"
             first = next((f"{file.name} is {fault}" for file, fault in faults.items()), none)
@@ -204,6 +204,8 @@ def unfit(file: Path) -> str:
         return "a parquet file; write it as JSON lines: datasets.load_dataset('parquet', ...).to_json('x.jsonl')"
     if head.startswith(COMPRESSED):
         return "compressed; unpack it"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):  # as editors on Windows write "Unicode"
+        return "UTF-16; write it as UTF-8, as iconv -f UTF-16 -t UTF-8 does"
     if file.suffix != LINES_SUFFIX and _LIKE_LINES.match(head):
         return "JSON; write it as JSON lines, an object per line, into a file whose name ends in .jsonl"
     if b"\0" in head:
@@ -235,7 +237,8 @@ def documents(file: Path) -> Iterator[bytes]:
         elif isinstance(text, str):
             yield text.encode("utf-8", "replace")
         else:
-            kind = f"an object with {', '.join(got)}" if got else json.dumps(found)[:40]
+            fields = ", ".join(f"{name} ({type(value).__name__})" for name, value in got.items())
+            kind = f"an object with {fields}" if got else json.dumps(found)[:40]
             wanted = "an object with text (a string) or messages (a list of objects with role and content)"
             raise InputError(f"--data {file}, line {number}: wanted {wanted}, got {kind}")
 
@@ -255,10 +258,10 @@ def _standard_library() -> list[Path]:
     return sorted(found, key=Path.as_posix)
 
 
-def _files(path: Path, config: TrainConfig) -> list[Path]:
-    """Returns `path` itself, or all files below a folder sorted by name, without hidden ones and those of --out."""
-    if not path.exists():
-        raise InputError(f"--data {path}: no such file or folder")
+def _files(name: str, config: TrainConfig) -> list[Path]:
+    """Returns a file, or all below a folder, through links too, sorted; without hidden ones and those of --out."""
+    if not (path := Path(name)).exists():
+        raise InputError(f"--data {name}: no such file or folder")
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -266,8 +269,13 @@ def _files(path: Path, config: TrainConfig) -> list[Path]:
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
     out = Path(config.out).resolve()
-    seen = [file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    return sorted((f for f in seen if f.is_file() and out not in f.resolve().parents), key=Path.as_posix)
+    found, entered = list[Path](), set[str]()
+    for folder, below, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        below[:] = () if real in entered else sorted(each for each in below if not each.startswith("."))
+        found += [Path(folder, each) for each in files if real not in entered and not each.startswith(".")]
+        entered.add(real)
+    return sorted((f for f in found if f.is_file() and out not in f.resolve().parents), key=Path.as_posix)
 
 
 def byte_tokenizer() -> Any:

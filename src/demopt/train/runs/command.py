@@ -154,7 +154,7 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
     try:
         mounted = "to" if (bucket := "://" in (place := full(address))) else "is its disk mounted? To"
         start = f"{mounted} start a run: demopt train --run {typed(address)}{flags}"
-        if not bucket and not Path(place).is_dir():  # opening it would make it
+        if not bucket and not Path(place).exists():  # opening it would make it
             raise NoRunError(f"{address} is no folder here; {start}")
         run = FolderExchange(address, patience=patience, key=key)
     except NoRunError:

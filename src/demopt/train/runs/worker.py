@@ -48,8 +48,9 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
     config = resolve(config)
     device = _check(config)
     out = OutFolder(Path(config.out))
-    if not config.overwrite and _is_of(out, config.run):  # the same command again, after an error
-        config = dataclasses.replace(config, resume=True)
+    if not (config.overwrite or config.resume) and _is_of(out, config.run):  # the same command again, after an error
+        begun = any(place.exists() for place in out.written if place != out.config)  # or killed before it had a run
+        config = dataclasses.replace(config, resume=begun, overwrite=not begun)
     out.refuse_if_taken(config)
     key = key_of(config.key_file) if run is None else None
     if config.resume:
