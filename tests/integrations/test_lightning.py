@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import demopt
@@ -20,9 +21,26 @@ from demopt.integrations.lightning import DeMoStrategy
 
 @pytest.fixture(autouse=True)
 def _environment():
-    """Lightning leaves LOCAL_RANK behind, by which Accelerate in the next test would think it was launched."""
-    with mock.patch.dict(os.environ):
+    """Of one rank, which Lightning starts. It leaves LOCAL_RANK, by which Accelerate would think it was launched."""
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}):
         yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def trainer_of(**more):
+    """A trainer of one rank, which shows nothing."""
+    return lightning.Trainer(
+        strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **more,
+    )  # fmt: skip
+
+
+class Local(lightning.LightningModule):
+    """Trained by a LocalDeMo."""
+
+    def configure_optimizers(self):
+        return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
 
 
 def test_strategy_refuses_another_optimizer():
@@ -39,11 +57,11 @@ def test_strategy_refuses_another_optimizer():
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path, monkeypatch):
+def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path):
     """One rank suffices: its local weights, too, differ from the global ones between rounds."""
     seen = []
 
-    class Module(lightning.LightningModule):
+    class Module(Local):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
@@ -56,22 +74,11 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path
             entry = optimizer.state[self.layer.weight]
             seen.append((self.layer.weight.detach().clone(), entry["global"].clone(), entry["local"].clone()))
 
-        def configure_optimizers(self):
-            return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
-
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
     loader = torch.utils.data.DataLoader(torch.randn(3, 4), batch_size=1)
     module = Module()
-    trainer = lightning.Trainer(
-        strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_epochs=1, logger=False,
-        num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[lightning.callbacks.ModelCheckpoint(tmp_path, "last")],
-    )  # fmt: skip
-    try:
-        trainer.fit(module, loader, torch.utils.data.DataLoader(torch.randn(1, 4)))
-    finally:
-        torch.distributed.destroy_process_group()
+    saving = lightning.callbacks.ModelCheckpoint(tmp_path, "last")
+    trainer = trainer_of(max_epochs=1, num_sanity_val_steps=0, callbacks=[saving])
+    trainer.fit(module, loader, torch.utils.data.DataLoader(torch.randn(1, 4)))
     ((shown, shared, local),) = seen
     assert torch.equal(shown, shared)
     assert not torch.equal(local, shared), "between two rounds"
@@ -83,11 +90,11 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them(monkeypatch):
+def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them():
     """One rank suffices, as above: three steps, with a round after the second and a last one."""
     seen = []
 
-    class Module(lightning.LightningModule):
+    class Module(Local):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
@@ -102,40 +109,27 @@ def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them(monk
         def on_train_batch_end(self, *_):
             seen.append(self.trainer.optimizers[0].state[self.weight]["global"].clone())
 
-        def configure_optimizers(self):
-            return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
-
     class Export(lightning.Callback):
         def on_train_end(self, trainer, module):
             self.weight = module.weight.detach().clone()
 
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-
     def fit(*callbacks):
         seen.clear()
-        trainer = lightning.Trainer(
-            strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_steps=3,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-            callbacks=list(callbacks),
-        )  # fmt: skip
+        trainer = trainer_of(max_steps=3, enable_checkpointing=False, callbacks=list(callbacks))
         module = Module()
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(3, 4)))
         return module.weight.detach()
 
-    try:
-        export, average = Export(), lightning.callbacks.WeightAveraging()
-        assert torch.equal(fit(export), export.weight)
-        assert torch.allclose(fit(export, average), torch.stack(seen).mean(0))
-        assert not torch.equal(seen[1], seen[0])
-        with pytest.raises(TypeError, match="give the Trainer WeightAveraging"):
-            fit(lightning.callbacks.StochasticWeightAveraging(0.1))
-    finally:
-        torch.distributed.destroy_process_group()
+    export, average = Export(), lightning.callbacks.WeightAveraging()
+    assert torch.equal(fit(export), export.weight)
+    assert torch.allclose(fit(export, average), torch.stack(seen).mean(0))
+    assert not torch.equal(seen[1], seen[0])
+    with pytest.raises(TypeError, match="give the Trainer WeightAveraging"):
+        fit(lightning.callbacks.StochasticWeightAveraging(0.1))
 
 
-def _clipped(optimizers, precision, **settings):
-    """The change of a weight in one step of a module with these optimizers, whose gradient is clipped to a norm."""
+def _clipped(precision, **settings):
+    """The change of a weight in one step with rate 1, whose gradient is clipped to a norm."""
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -152,36 +146,24 @@ def _clipped(optimizers, precision, **settings):
             return loss
 
         def configure_optimizers(self):
-            return optimizers(self.parameters())
+            return demopt.LocalDeMo(torch.optim.SGD(self.parameters(), lr=1.0), sync_every=2)
 
         def on_train_batch_end(self, *_):
             self.change = (self.weight.detach() - 1).norm().item()
 
     module = Module()
-    trainer = lightning.Trainer(
-        strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_steps=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **precision, **settings,
-    )  # fmt: skip
+    trainer = trainer_of(max_steps=1, enable_checkpointing=False, **precision, **settings)
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(1, 4)))
     return module.change
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_strategy_clips_gradients_in_mixed_precision(monkeypatch):
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-
-    def local(parameters):
-        return demopt.LocalDeMo(torch.optim.SGD(parameters, lr=1.0), sync_every=2)
-
+def test_strategy_clips_gradients_in_mixed_precision():
     def half():
         return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))}
 
-    try:
-        for precision in ({}, {"precision": "bf16-mixed"}, half()):
-            assert _clipped(local, precision, gradient_clip_val=0.25) == pytest.approx(0.25, rel=1e-3)
-        assert _clipped(local, {"precision": "bf16-mixed"}) == pytest.approx(0.25, rel=1e-3)
-        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-            _clipped(local, half())  # Lightning would clip gradients that are still scaled
-    finally:
-        torch.distributed.destroy_process_group()
+    for precision in ({}, {"precision": "bf16-mixed"}, half()):
+        assert _clipped(precision, gradient_clip_val=0.25) == pytest.approx(0.25, rel=1e-3)
+    assert _clipped({"precision": "bf16-mixed"}) == pytest.approx(0.25, rel=1e-3)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        _clipped(half())  # Lightning would clip gradients that are still scaled

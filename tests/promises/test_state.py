@@ -84,27 +84,24 @@ def test_files_of_an_optimizer_hold_momentum_once(carrier):
         *((problems.local, more) for more in ({}, {"route": "owner"}, {"top_k": 24, "outer_momentum": 0.5})),
     ],
 )
-def test_each_tensor_of_a_state_costs_what_it_holds(make, settings):
+@ranks.alike(2)
+def test_each_tensor_of_a_state_costs_what_it_holds(exchange, make, settings):
     """A view takes all that it looks at along: of 40 parameters, 40 times as much."""
-
-    def trained(exchange):
-        optimizer = make(exchange, [(32, 32)] * 40, **settings)
-        problems.train(optimizer, range(2), exchange.rank)
-        return optimizer.state_dict()
-
+    optimizer = make(exchange, [(32, 32)] * 40, **settings)
+    problems.train(optimizer, range(2), exchange.rank)
+    state = optimizer.state_dict()
+    tensors = [value for entry in state["state"].values() for value in entry.values() if torch.is_tensor(value)]
+    held = sum(tensor.nbytes for tensor in tensors)
+    assert held >= 40 * 32 * 32 * 4
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == held
     snapshot = make_dataclass("Snapshot", ["state"])  # as pytorch/examples' minGPT-ddp saves
-    for state in ranks.threads(trained, 2):
-        tensors = [value for entry in state["state"].values() for value in entry.values() if torch.is_tensor(value)]
-        held = sum(tensor.nbytes for tensor in tensors)
-        assert held >= 40 * 32 * 32 * 4
-        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == held
-        for write in (problems.saved, pickle.dumps):
-            whole = write(asdict(snapshot(state)))  # which copies each tensor by itself
-            assert len(whole) < 1.1 * held + 1000 * len(tensors), write
-            parts = [write(copy.deepcopy(tensor)) for tensor in tensors]
-            assert sum(map(len, parts)) < 1.1 * held + 2000 * len(tensors), write
-        places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        assert len(places) == len(tensors), "safetensors refuses tensors that share memory"
+    for write in (problems.saved, pickle.dumps):
+        whole = write(asdict(snapshot(state)))  # which copies each tensor by itself
+        assert len(whole) < 1.1 * held + 1000 * len(tensors), write
+        parts = [write(copy.deepcopy(tensor)) for tensor in tensors]
+        assert sum(map(len, parts)) < 1.1 * held + 2000 * len(tensors), write
+    places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(places) == len(tensors), "safetensors refuses tensors that share memory"
 
 
 def test_deepcopy_with_model_trains_the_copied_model():
@@ -172,9 +169,10 @@ def test_state_of_local_that_has_lost_its_weights_is_refused(carried):
             optimizer.load_state_dict(carried(state))
 
 
+@pytest.mark.parametrize("make", [problems.demo, problems.local])
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])
-def test_saving_raises_between_extract_and_apply(fill):
-    optimizer = problems.demo()
+def test_saving_raises_between_extract_and_apply(fill, make):
+    optimizer = make(SingleRank())
     for parameter in problems.all_parameters(optimizer):
         parameter.grad = torch.full_like(parameter, fill)
     message = optimizer.extract()

@@ -273,13 +273,6 @@ def test_join_reads_again_no_round_that_its_state_has_followed():
     assert not any(name < log.folder_of(4) for name in names if name.startswith("rounds/"))
 
 
-def test_sequences_of_work_that_is_dropped_are_not_counted_again(store):
-    worker = Worker(store, 0).round()
-    worker.run.unsent = 5
-    worker.optimizer._rounds._drop_unsent()
-    assert worker.run.unsent == 0
-
-
 def test_message_counts_once_whose_round_is_covered_where_the_checkpoint_cannot_be_read_yet():
     bare = ObjectStore()
     other, dies = (Counter(bare, number) for number in range(2))
