@@ -71,7 +71,7 @@ class LoadPlanner(DefaultLoadPlanner):
             old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in in_file)
             if not old_size and f"{prefix}rank0.shard0.0" in in_file and match["shard"] != "0":
                 raise ValueError(f"the checkpoint has nothing of shard {match['shard']}: {_SHARDS}")
-            for old in overlaps(rank, world_size, old_size) if old_size else ():
+            for old in overlaps(rank, world_size, old_size):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")

@@ -200,23 +200,23 @@ def _check_counts(saved: SavedParameter, number: int) -> None:
             raise ValueError(f"the state of parameter {number} holds a {named} that is no whole number, or below 0")
 
 
-def _check_weights(weights: Mapping[str, Any], parameter: Tensor, transform: str, number: int) -> None:
+def _check_weights(ours: Mapping[str, Any], parameter: Tensor, transform: str, number: int) -> None:
     """Raises ValueError unless a LocalDeMo's error is of this transform, and its weights fit the parameter.
 
     Local weights need not be finite: their rank drops its steps since the start (`LocalWeights.follow`).
     """
-    saved = int(weights.get("transform", TRANSFORM_NUMBERS[transform]))
+    saved = int(ours.get("transform", TRANSFORM_NUMBERS[transform]))
     if saved != TRANSFORM_NUMBERS[transform]:
         named = {value: name for name, value in TRANSFORM_NUMBERS.items()}.get(saved, saved)
         raise ValueError(
             f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
             f"{transform!r}; build it with the transform that the state was saved with"
         )
-    came = [_shape_of(weights[name]) for name in ("global", "local", "start") if name in weights]
+    came = [_shape_of(ours[name]) for name in ("global", "local", "start") if name in ours]
     mine = _shape_of(parameter)
     if came != [mine] * len(came):
         raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter has {mine}")
-    if not all(weights[name].isfinite().all() for name in ("global", "start") if name in weights):
+    if not all(ours[name].isfinite().all() for name in ("global", "start") if name in ours):
         raise ValueError(f"the weights of parameter {number} in the state are not finite")
 
 
@@ -378,15 +378,6 @@ def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
 # A rank's part of them
 
 
-def separated(state: StateDict) -> dict[int, StateDict]:
-    """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
-    shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}
-    return {
-        rank: {**rest, "state": {n: {**entry, **own.get("state", {}).get(n, {})} for n, entry in shared.items()}}
-        for rank, own in state.get(RANKS, {}).items()
-    }
-
-
 def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
 
@@ -406,6 +397,15 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     return part_or_share(states, rank, world_size, old_size)
 
 
+def separated(state: StateDict) -> dict[int, StateDict]:
+    """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
+    shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}
+    return {
+        rank: {**rest, "state": {n: {**entry, **own.get("state", {}).get(n, {})} for n, entry in shared.items()}}
+        for rank, own in state.get(RANKS, {}).items()
+    }
+
+
 def part_or_share(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
     """Returns a rank's part of the states of `old_size` ranks: its own, or, among more or fewer, its share.
 
@@ -422,74 +422,6 @@ def part_or_share(states: Mapping[int, StateDict], rank: int, world_size: int, o
 
 
 # Another number of ranks
-
-
-def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
-    """Returns which of `old_size` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
-    begin, end = rank * old_size, (rank + 1) * old_size  # of its interval, where that of an old rank is world_size long
-    olds = range(begin // world_size, -(-end // world_size))
-    return {old: Fraction(min(end, (old + 1) * world_size) - max(begin, old * world_size), old_size) for old in olds}
-
-
-def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
-    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank.
-
-    For `reshard` they may be as many as the new ones.
-    """
-    shares = overlaps(rank, world_size, old_size)
-    largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
-    taken = {}
-    for number in states[largest]["state"]:
-        saved_of = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in shares}
-        try:
-            if world_size != old_size:  # chunks get other owners
-                saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
-            ours = dict(saved_of[largest].ours)
-            for name, part_of in ("momentum", itemgetter("momentum")), ("local", _local_of), ("start", _start_of):
-                if any(name in saved.ours for saved in saved_of.values()):
-                    ours[name] = _mean([(part_of(saved.ours), shares[old]) for old, saved in saved_of.items()])
-        except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
-        if saved_by := SavedBy.of(ours):
-            ours[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
-        taken[number] = replace(saved_of[largest], ours=ours).entry()
-    return {**states[largest], "state": taken}
-
-
-def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
-    """Puts the owner's error into the rank's own."""
-    if OWNER_ERROR not in saved.ours:
-        return saved
-    ours = {**saved.ours, "momentum": saved.ours["momentum"].clone()}
-    add_owner_error(ours, ours["momentum"], old_size)
-    del ours[OWNER_ERROR], ours[OWNER_START]
-    return replace(saved, ours=ours)
-
-
-def _start_of(ours: Mapping[str, Any]) -> Any:
-    """Returns where a rank's local steps start; a state has left it out where that is the global weights."""
-    return ours.get("start", ours["global"])
-
-
-def _local_of(ours: Mapping[str, Any]) -> Any:
-    """Returns a rank's local weights; a state has left them out where they are the global ones, and so is the start.
-
-    Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
-    """
-    local = ours.get("local", ours["global"])
-    return local if bool(local.isfinite().all()) else _start_of(ours)
-
-
-def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
-    """Returns a weighted mean, in float32 or wider; a single part is not copied."""
-    (first, _), *more = parts
-    if not more:
-        return first
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = torch.zeros_like(first, dtype=wide)
-    for value, share in parts:
-        total.add_(value.to(total.device, wide), alpha=float(share))
-    return total.to(first.dtype)
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
@@ -540,3 +472,71 @@ def _model_and_round(state: StateDict) -> dict[Any, Any]:
         kept = SavedParameter.of(entry).ours
         found[number] = (list(kept["momentum"].shape), int(kept.get("step", 0))) if "momentum" in kept else ()
     return found
+
+
+def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
+    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank.
+
+    For `reshard` they may be as many as the new ones.
+    """
+    shares = overlaps(rank, world_size, old_size)
+    largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
+    taken = {}
+    for number in states[largest]["state"]:
+        saved_of = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in shares}
+        try:
+            if world_size != old_size:  # chunks get other owners
+                saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
+            ours = dict(saved_of[largest].ours)
+            for name, part_of in ("momentum", itemgetter("momentum")), ("local", _local_of), ("start", _start_of):
+                if any(name in saved.ours for saved in saved_of.values()):
+                    ours[name] = _mean([(part_of(saved.ours), shares[old]) for old, saved in saved_of.items()])
+        except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
+        if saved_by := SavedBy.of(ours):
+            ours[SAVED_BY] = saved_by._replace(rank=rank, world_size=world_size).tensor()
+        taken[number] = replace(saved_of[largest], ours=ours).entry()
+    return {**states[largest], "state": taken}
+
+
+def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
+    """Returns which of `old_size` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
+    begin, end = rank * old_size, (rank + 1) * old_size  # of its interval, where that of an old rank is world_size long
+    olds = range(begin // world_size, -(-end // world_size))
+    return {old: Fraction(min(end, (old + 1) * world_size) - max(begin, old * world_size), old_size) for old in olds}
+
+
+def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
+    """Puts the owner's error into the rank's own."""
+    if OWNER_ERROR not in saved.ours:
+        return saved
+    ours = {**saved.ours, "momentum": saved.ours["momentum"].clone()}
+    add_owner_error(ours, ours["momentum"], old_size)
+    del ours[OWNER_ERROR], ours[OWNER_START]
+    return replace(saved, ours=ours)
+
+
+def _start_of(ours: Mapping[str, Any]) -> Any:
+    """Returns where a rank's local steps start; a state has left it out where that is the global weights."""
+    return ours.get("start", ours["global"])
+
+
+def _local_of(ours: Mapping[str, Any]) -> Any:
+    """Returns a rank's local weights; a state has left them out where they are the global ones, and so is the start.
+
+    Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
+    """
+    local = ours.get("local", ours["global"])
+    return local if bool(local.isfinite().all()) else _start_of(ours)
+
+
+def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
+    """Returns a weighted mean, in float32 or wider; a single part is not copied."""
+    (first, _), *more = parts
+    if not more:
+        return first
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros_like(first, dtype=wide)
+    for value, share in parts:
+        total.add_(value.to(total.device, wide), alpha=float(share))
+    return total.to(first.dtype)
