@@ -156,7 +156,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def local_steps(self) -> int:
         """The local steps since the last round."""
-        return self._weights.steps
+        return self._weights.steps_since
 
     @property
     def samples(self) -> int:
@@ -325,7 +325,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if model:
             self._weights.take(loaded)
         try:
-            self._weights.steps = 0
+            self._weights.steps_since = 0
             self._rounds.resync(src)
         finally:
             self._weights.adopt()  # the global weights may have moved even if the rest failed
@@ -406,7 +406,7 @@ class LocalDeMo(ReplicatedOptimizer):
             # without a GradScaler nothing here waits: gradients that are not finite show in the next round
             if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
                 self._inner.step()
-        self._weights.steps += 1
+        self._weights.steps_since += 1
         self.mistakes.look_after_step(collectives)
         self.replicator.stats = Stats(route=self.replicator.stats.route)
         return losses[0] if losses else None

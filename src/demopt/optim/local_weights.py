@@ -53,8 +53,7 @@ class LocalWeights(Follower):
         self._staging = Staging()
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
-        self.steps = 0  # local ones that no message has
-        self._restarts = 0  # how often D began anew, at zero
+        self.steps_since = 0  # local ones since this rank's last message was made, which has those before
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -88,7 +87,7 @@ class LocalWeights(Follower):
     @property
     def differ(self) -> bool:
         """Whether local weights are not the global ones."""
-        return bool(self.steps or self.start_of)
+        return bool(self.steps_since or self.start_of)
 
     def fingerprint(self) -> int:
         return fingerprint(self.here([*parts_of(each.detach() for each in self.parameters)]))
@@ -113,15 +112,13 @@ class LocalWeights(Follower):
 
     def begin(self) -> None:
         """Before the first step: from then on the global weights move by rounds alone."""
-        if self.untouched:
-            self.notice_loaded()
-            self.untouched = False
+        self.notice_loaded()
+        self.untouched = False
 
     @uninterrupted()
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came; drops local steps since."""
-        self.start_of, self.steps = {}, 0
-        self._restarts += 1
+        self.start_of, self.steps_since = {}, 0
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
         self._adopted = self._versions
 
@@ -168,41 +165,21 @@ class LocalWeights(Follower):
     @uninterrupted()
     def follow(self, current: Round) -> None:
         """A round with this rank's message has entered a stage: local weights move by the table."""
-        if current.stage == "extracted":
-            current.steps, self.steps = self.steps, 0  # its message has them
-            return
-        if self.steps:  # since then: they are for the next round, which moves the weights, or `land`
-            return
         match current.stage:
-            case "sent":
-                if not current.finite:
-                    self.adopt()
-                elif current.minus is not None:  # otherwise a handler that saves has left the round open before
-                    self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
-                self._count_from_here()
-            case "left open":  # it may move the global weights later, so D counts from here even if it is dropped
-                if not current.finite:
-                    self.adopt()
-                self._count_from_here()
+            case "extracted":
+                current.steps, self.steps_since = self.steps_since, 0
             case "applied":
-                self.adopt()
-            case "skipped":
-                self._keep(current.finite)
-            case "failed":  # nobody else knows of it, so the next step has a round again
-                self._keep(current.finite)
-                self.steps = current.steps
-
-    def _keep(self, finite: bool) -> None:
-        """start <- local, because D is in the error; or local <- global, because D was not finite."""
-        if finite:
-            self._count_from_here()
-        else:
-            self.adopt()
-
-    def _count_from_here(self) -> None:
-        """start <- local."""
-        self.start_of = self._copies(self.global_of.keys())
-        self._restarts += 1
+                if not self.steps_since:  # otherwise the next round moves the weights, or `land`
+                    self.adopt()
+            case stage if current.minus is not None:  # the first after "extracted": the error has D from now on
+                if current.finite:
+                    if stage == "sent":
+                        self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
+                    self.start_of = self._copies(self.global_of.keys())
+                else:  # it was dropped
+                    self.adopt()
+                if stage == "failed":  # nobody else knows of it, so the next step has a round again
+                    self.steps_since = current.steps
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:
@@ -210,8 +187,9 @@ class LocalWeights(Follower):
 
         D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
         """
-        before, held, restarts = self._hash_of_global(), self.start_of, self._restarts
+        before, start_before = self._hash_of_global(), self.start_of
         self.hold_start()
+        held = self.start_of
         try:
             yield
         finally:
@@ -219,22 +197,21 @@ class LocalWeights(Follower):
                 # Only a hash tells: a handshake moves weights of some ranks, a catch-up may have nothing to apply, and
                 # an error may come before all moves or between two.
                 has_moved = self._hash_of_global() != before
-                if has_moved and self.steps:
-                    self.land()
-                elif has_moved or self._restarts > restarts:  # steps were dropped, or an own round has ended
+                if self.steps_since:
+                    if has_moved:  # otherwise start stays, because a round of a state may be open
+                        self.land()
+                elif has_moved:
                     self.adopt()
-                elif not self.steps:  # otherwise it stays, because a round of a state may be open
-                    self.start_of = held
+                elif self.start_of is held:  # otherwise `follow` or `drop_steps` has set another
+                    self.start_of = start_before
 
     def hold_start(self) -> None:
         """start <- global, unless there is one, because a round that is open will move the global weights."""
         self.start_of = self.start_of or self._copies(self.global_of.values())
 
-    @uninterrupted()
     def drop_steps(self) -> None:
         """Inside `moved_by_others`: D <- 0, because no round will have the local steps since the last one."""
-        self._count_from_here()
-        self.steps = 0
+        self.adopt()
 
     @uninterrupted()
     def land(self) -> None:
@@ -281,7 +258,7 @@ class LocalWeights(Follower):
 
     def to_save(self, local: Tensor) -> dict[str, Tensor]:
         """Returns what a state holds of a parameter's weights: the global ones, and those of this rank that differ."""
-        kept = {"global": self.global_of[local].detach(), "local_steps": torch.tensor(self.steps, device="cpu")}
+        kept = {"global": self.global_of[local].detach(), "local_steps": torch.tensor(self.steps_since, device="cpu")}
         if self.differ:
             kept["local"] = self.aside.get(local, local).detach()
         if local in self.start_of:
@@ -291,16 +268,14 @@ class LocalWeights(Follower):
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
         self.start_of, self._adopted, self.untouched = {}, [], False
-        self.steps = max((int(each["local_steps"]) for each in saved.values()), default=0)
+        self.steps_since = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
-            if local not in saved:
-                self._copy([(local, global_weight)])
-                continue
-            self._copy([(saved[local]["global"], global_weight)])
-            self._copy([(saved[local].get("local", global_weight), local)])
-            if "start" in saved[local]:
+            entry = saved.get(local, {})
+            self._copy([(entry.get("global", local), global_weight)])
+            self._copy([(entry.get("local", global_weight), local)])
+            if "start" in entry:
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
-                self._copy([(saved[local]["start"], self.start_of[local])])
+                self._copy([(entry["start"], self.start_of[local])])
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         start = self.start_of.get(local)  # none of a parameter that has begun to train since
