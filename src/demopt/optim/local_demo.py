@@ -316,7 +316,6 @@ class LocalDeMo(ReplicatedOptimizer):
         if model:
             self.mistakes.note_state(has_local_weights=False)
         else:
-            self.mistakes.look_at_loaded()
             self.mistakes.look_at_replaced()
         loaded = [p.detach().clone() for group in self.param_groups for p in group["params"]] if model else []
         self.flush()
@@ -384,31 +383,33 @@ class LocalDeMo(ReplicatedOptimizer):
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # the inner optimizers would take it
-        losses: list[float] = []
-        unscale, collectives = unscaling_of(self), None
-        # whether the optimizer computes the gradients, once or, as SAM does, at several places
-        inside = closure is not None and unscale is None and self._inner.takes_closure
-
-        def evaluate() -> float:
-            assert closure is not None
-            with torch.enable_grad():
-                losses.append(closure())
-            if inside:
-                self._take_gradients(None)
-            return losses[-1]
-
-        if inside:
-            self._inner.step(evaluate)
-        else:
+        unscale, loss, collectives = unscaling_of(self), None, None
+        if closure is None or unscale is not None or not self._inner.takes_closure:
             if closure is not None:
-                evaluate()
+                with torch.enable_grad():
+                    loss = closure()
             finite, collectives = self._take_gradients(unscale), self.mistakes.collectives()
             # without a GradScaler nothing here waits: gradients that are not finite show in the next round
             if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
                 self._inner.step()
+        else:
+            loss = self._step_inside(closure)
         self._weights.steps_since += 1
         self.mistakes.look_after_step(collectives)
         self.replicator.stats = Stats(route=self.replicator.stats.route)
+        return loss
+
+    def _step_inside(self, closure: Callable[[], float]) -> float | None:
+        """Takes a step of an optimizer that computes the gradients itself, as SAM at several places; the first loss."""
+        losses: list[float] = []
+
+        def evaluate() -> float:
+            with torch.enable_grad():
+                losses.append(closure())
+            self._take_gradients(None)
+            return losses[-1]
+
+        self._inner.step(evaluate)
         return losses[0] if losses else None
 
     def _take_gradients(self, unscale: float | None) -> bool:
@@ -478,16 +479,16 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Returns whether a parameter begins to train.
         """
-        self._weights.parameters = self._parameters(also)
+        self._weights.parameters = self._parameters()
         begins = self._weights.create(also)
         if begins or len(self._inner.groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
 
-    def _parameters(self, also: Collection[Tensor] = ()) -> list[Tensor]:
+    def _parameters(self) -> list[Tensor]:
         """Returns the inner optimizers' parameters as they are now, checked."""
         known, found = self._weights.parameters, [p for group in self._inner.groups for p in group["params"]]
-        if any(p.requires_grad and p not in self._weights.global_of and p not in also for p in found):
+        if any(p.requires_grad and p not in self._weights.global_of for p in found):
             self._refuse_new()
         if [*map(id, found)] != [*map(id, known)]:
             check_parameters(found)
@@ -626,8 +627,9 @@ class LocalDeMo(ReplicatedOptimizer):
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
-        # also of parameters that were frozen, of which `saved_of` has nothing
+        # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
         self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
+
         self._follow_changes(also=saved_of)
         global_of = self._weights.global_of
         self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
