@@ -232,45 +232,35 @@ def test_evaluation_that_is_no_mistake_warns_of_nothing(how):
     assert _told(_evaluated, how, 3) == _told(_evaluated, "plain", 4) == ranks.run(_evaluated, 1, "plain", 3)[0] == []
 
 
-def _hooks_after_regrouping(rank, world_size):
+@ranks.each(2)
+def test_rank_0s_model_has_one_hook_however_often_its_ranks_change(rank):
+    """torchft has another group in every quorum."""
     model = Layers()
     optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
     for step in range(3):
         problems.set_gradients(model.parameters(), step, rank)
         optimizer.step()
         optimizer.regroup(None)
-    return len(model._forward_pre_hooks)
+    assert len(model._forward_pre_hooks) == (rank == 0)
 
 
-def test_a_model_has_one_hook_however_often_its_ranks_change():
-    """torchft has another group in every quorum."""
-    assert ranks.run(_hooks_after_regrouping, 2) == [1, 0]
-
-
-def _scripted(rank, world_size):
-    """Whether TorchScript takes the model in shared(), as it takes a copy; what it says outside."""
+@ranks.each(2)
+def test_torchscript_takes_the_model_inside_shared_and_outside_rank_0_says_so(rank):
+    """Of a copy, too."""
     torch.manual_seed(0)
-    model = Layers()
+    model, inputs = Layers(), problems.draw((3, 6))
     optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
     problems.set_gradients(model.parameters(), 0, rank)
     optimizer.step()
-    inputs, told = problems.draw((3, 6)), ""
+    refused = pytest.raises(AttributeError, match=r"call it inside `with optimizer\.shared\(\):`")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.script.*")
         with optimizer.shared():
-            same = [torch.equal(torch.jit.script(m)(inputs), m(inputs)) for m in (model, copy.deepcopy(model))]
+            for made in (model, copy.deepcopy(model)):
+                assert torch.equal(torch.jit.script(made)(inputs), made(inputs))
         for made in (model, copy.deepcopy(model)):
-            try:
+            with refused if rank == 0 else contextlib.nullcontext():
                 torch.jit.script(made)
-            except AttributeError as error:
-                told += str(error)
-    return same, told
-
-
-def test_torchscript_takes_the_model_inside_shared_and_outside_says_so():
-    (same, told), other = ranks.run(_scripted, 2)
-    assert told.count("call it inside `with optimizer.shared():`") == 2
-    assert (same, other) == ([True, True], ([True, True], ""))
 
 
 @pytest.mark.parametrize(
