@@ -437,10 +437,7 @@ class FolderRounds(Rounds):
             with suppress(CoveredError):
                 self.apply_manifest(after)
                 return
-        newest = self._newest_checkpoint(least=0 if is_there else number + 1)
-        with uninterrupted():
-            self.take(newest)
-            self._loaded = None  # its message was dropped
+        self.take(self._newest_checkpoint(least=0 if is_there else number + 1))
 
     # Checkpoints
 
@@ -459,6 +456,7 @@ class FolderRounds(Rounds):
             tensor.copy_(value)
         self.replicator.round_number.fill_(checkpoint.number)
         self.run.move_to(checkpoint.before, checkpoint.has_stopped)
+        self._loaded = None  # `_leave_fork` has dropped its message
 
     def lent_moments(self) -> Moments:
         tensors = self.replicator.wiring().replicated_tensors()
