@@ -206,7 +206,7 @@ def test_close_releases_waiting_workers_though_others_hold_the_exchange(rank, po
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_hooks_of_torch_run(kind):
+def test_hooks_of_torch_run_and_rates_count_after_loading(kind):
     pytest.importorskip("torchft")
     (parameter,) = problems.parameters([(4, 4)])
     inner = demopt.DeMo([parameter]) if kind == "DeMo" else problems.local(shapes=[(4, 4)])
@@ -222,6 +222,8 @@ def test_hooks_of_torch_run(kind):
         inner.finish_round()
     optimizer.load_state_dict(optimizer.state_dict())
     assert called == names
+    optimizer.param_groups[0]["lr"] = 0.125  # as schedulers write it: loading has replaced the groups of a LocalDeMo
+    assert inner.param_groups[0]["lr"] == 0.125
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])

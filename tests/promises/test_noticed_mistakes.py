@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 import re
 import warnings
 
@@ -103,7 +104,7 @@ LATE = "the same data, first with zero gradients"  # as after a first step with 
         *((kind, "DeMo", 0) for kind in ("ddp", "the same data")),
         *((LATE, method, 1) for method in METHODS),
         *((kind, "DeMo", None) for kind in ("ddp without its synchronisation", "no gradients")),
-        *(("zero gradients", method, None) for method in METHODS),
+        *((kind, method, None) for kind in ("zero gradients", "NaN at first") for method in METHODS),
     ],
 )
 @ranks.each(2)
@@ -123,6 +124,9 @@ def test_synchronised_gradients_warn_rank_0_once_when_they_are_not_zero(rank, ki
             parameter.grad = torch.zeros_like(parameter)
         if kind == "no gradients":
             model.zero_grad()
+        if kind == "NaN at first" and step == 0:
+            model.weight.grad.fill_(math.nan)
+            model.bias.grad.fill_(math.nan)
         told = problems.warned(optimizer.step)
         told = [text for text in told if kind != "no gradients" or "has had a gradient" not in text]
         _assert_told(told, *([says] if (rank, step) == (0, at) else []))

@@ -85,7 +85,6 @@ class Optimizer(torch.optim.Optimizer):
         for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
             setattr(self, f"_optimizer_{name}_hooks", getattr(optimizer, f"_optimizer_{name}_hooks"))  # it runs them
         self.inner = optimizer
-        self.param_groups = optimizer.param_groups  # which schedulers change
         self._manager = manager
         self._quorum = Quorum(manager)
         self._patience = patience
@@ -256,6 +255,10 @@ class Optimizer(torch.optim.Optimizer):
         """Returns what a worker that is behind takes besides weights."""
         scheduled = [{name: float(group[name]) for name in SCHEDULED if name in group} for group in self.param_groups]
         return {"manager": self._manager.state_dict(), "scheduled": scheduled, "counted": list(self._counted.items())}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups  # as they are now: loading a state into a LocalDeMo replaces them
 
     @property
     def state(self) -> Any:  # type: ignore[override]

@@ -214,11 +214,14 @@ class Replicator:
         self.options = replace(self.options, route="gather")
 
     def require_idle(self, wanted: str) -> None:
-        """Raises RuntimeError between extract and apply."""
+        """Raises RuntimeError within a round."""
         if self.round is not None:
-            between = "between extract and apply; call apply or rollback first"
-            flying = "while a round is in flight; call flush() on all ranks first"
-            raise RuntimeError(f"{wanted} came {flying if self.is_open else between}")
+            when = "inside step(), as from a signal's handler: set a flag there, and do this after step()"
+            if self.is_open:
+                when = "while a round is in flight; call flush() on all ranks first"
+            elif self.round.by_user:
+                when = "between extract and apply; call apply or rollback first"
+            raise RuntimeError(f"{wanted} came {when}")
 
     # Phase 1, extract: gradients -> momentum -> this rank's message
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from demopt.codec.gradients import all_usable
 from demopt.errors import SettingsError
 from demopt.exchange import Collective, Exchange, Meter
 from demopt.exchange.background import Background, SideStream
@@ -51,8 +52,8 @@ class Session:
         self._exchange: Meter | None = None
         self._agreed: Route | None = None  # that ranks have compared settings for; None: no handshake has come
         self._order: list[int] = []  # of the parameters, by id, when their names and weights were compared
-        self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
-        self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
+        self.compares_gradients = False  # whether ranks have yet to compare gradients that show anything
+        self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether they show anything
         self._owes_comparison = False  # see `leave`
         self._number = 1 + next(_numbers) % OPTIMIZER
         #: Rank 0's number, from the first handshake on; 0 before. It is in messages, so that two optimizers of one
@@ -138,19 +139,23 @@ class Session:
             self.optimizer_number = known[0] if known else told[0][2]
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Remembers a hash of this step's gradients, and whether one is not zero, while `compares_gradients`."""
+        """Remembers a hash of this step's gradients, and whether they show anything, while `compares_gradients`.
+
+        Not if all are zero, or one is not finite: NaN of other data has the same bits.
+        """
         present = [gradient for gradient in gradients if gradient is not None]
-        self._gradients = [fingerprint(present), int(any(bool(gradient.any()) for gradient in present))]
+        shows = any(bool(gradient.any()) for gradient in present) and all_usable(present)
+        self._gradients = [fingerprint(present), int(shows)]
 
     def compare_gradients(self, wiring: Wiring) -> None:
         """Rank 0 warns if all ranks have bit-identical gradients: something else already synchronizes them.
 
-        Comparing goes on until some rank has a gradient that is not zero. All call it together, with no exchange in the
+        Comparing goes on until those of some rank show anything. All call it together, with no exchange in the
         background.
         """
         with self.exchange.paused():
             found = gather_values(self.exchange, self._gradients, wiring.device)
-            self.compares_gradients = not any(nonzero for _, nonzero in found)
+            self.compares_gradients = not any(shows for _, shows in found)
             if found[0][1] and all(theirs == found[0] for theirs in found):
                 warn_of_all(
                     self.exchange,
