@@ -50,7 +50,9 @@ class Pair:
 
 
 def doctor(
-    peers: Annotated[list[str] | None, typer.Option(help="A machine's address; repeat, in one order on all.")] = None,
+    peers: Annotated[
+        list[str] | None, typer.Option(help="A machine's IPv4 address; repeat, in one order on all.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0, max=1e6)] = 60.0,
 ) -> int:
@@ -141,7 +143,7 @@ def own_address(peers: list[str]) -> str:
         try:
             mine += [peer] if socket.gethostbyname(peer) in here else []
         except (OSError, UnicodeError):
-            raise InputError(f"--peers {peer}: no address for this name; give the address") from None
+            raise InputError(f"--peers {peer}: no IPv4 address for this name; give one") from None
     if len(mine) != 1:
         wanted = f"wanted exactly one address of this machine ({', '.join(sorted(here))}), got {len(mine)}"
         raise InputError(f"--peers {' '.join(peers)}: {wanted}; name every machine once, in the same order on all")
