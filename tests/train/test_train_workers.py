@@ -6,14 +6,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import train_runs
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from train_runs import COMMAND, LIMIT, SMALL, alive, assert_same, metrics, steps_done, workers_of
 
 import forked
-from demopt.train.config import InputError, TrainConfig
+from demopt.errors import DemoptError
+from demopt.train import launch
+from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.launch import explain
 from demopt.train.out import OutFolder
 
@@ -61,6 +66,19 @@ def test_killed_worker_and_a_quit_in_the_terminal_end_the_run(tmp_path, text, nu
     else:
         assert told == "demopt: stopped at once\n"
     assert not any(map(alive, workers.values()))
+
+
+@pytest.mark.parametrize("error", [DistNetworkError("no port"), RendezvousConnectionError("no port")])
+def test_workers_that_cannot_be_started_are_told_in_one_line(error, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "elastic_launch", Mock(side_effect=error))
+    with pytest.raises(DemoptError, match="the workers cannot be started: no port; they connect at localhost"):
+        launch.train(resolve(TrainConfig(out=str(tmp_path))))
+
+
+def test_more_workers_than_the_memory_has_room_for_are_refused_before_any_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "elastic_launch", Mock(side_effect=AssertionError))
+    with pytest.raises(InputError, match=r"^--workers is 1000000; such processes take 200.0 TB before they train"):
+        launch.train(resolve(TrainConfig(out=str(tmp_path), workers=1_000_000)))
 
 
 def test_worker_whose_launcher_is_gone_before_it_has_started_ends():

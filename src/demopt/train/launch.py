@@ -12,20 +12,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from demopt.errors import DemoptError, first_line
 from demopt.output import tell
 from demopt.train import checkpoint
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.method import check_settings
+from demopt.train.method import check_settings, machine_memory
 from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
 from demopt.train.worker import ENDED, STOP
 
+PROCESS_BYTES = 200_000_000  # of a worker with Python and torch, that others do not share, before it makes anything
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
@@ -36,6 +39,9 @@ ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeErro
 def train(config: TrainConfig) -> int:
     """Runs `demopt train` with resolved settings: starts this machine's workers; returns the exit code."""
     check_settings(config)
+    if (needed := config.workers * PROCESS_BYTES) > (here := machine_memory()):
+        told = f"such processes take {decimal(needed)} before they train, and there are {decimal(int(here))}"
+        raise InputError(f"--workers is {config.workers}; {told}: give fewer")
     pick_device(config.device, 0, config.workers)
     out = OutFolder(Path(config.out))
     out.refuse_if_taken(config)
@@ -58,8 +64,9 @@ def train(config: TrainConfig) -> int:
                 raise explain(error.failures, out) from None
             except SignalException as error:
                 return tell("stopped at once", 128 + error.sigval)
-            except DistError as error:  # no port, or no file, is left
-                raise DemoptError(f"the workers cannot be started: {first_line(error)}") from None
+            except (DistError, RendezvousError) as error:  # no port, or no file, is left; or localhost is down
+                told = first_line(error.__cause__ or error)
+                raise DemoptError(f"the workers cannot be started: {told}; they connect at localhost") from None
         if Path(scratch, ENDED).exists():
             return 0
     return 128 + (received[0] if received else signal.SIGINT)

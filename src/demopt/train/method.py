@@ -1,6 +1,7 @@
 """A run's optimizer (LocalDeMo, DeMo, or AdamW with DDP), the cost of its steps, and a worker's memory."""
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -148,14 +149,16 @@ def in_words(memory: dict[str, int]) -> str:
     return f"memory about {decimal(sum(memory.values()))}: {', '.join(parts)}"
 
 
+def machine_memory() -> float:
+    """Returns the bytes of this machine's memory; infinity where the system does not tell."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+
+
 def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int) -> None:
     """Raises InputError, before anything is read or made, if the run's workers on this machine cannot fit into it."""
+    here = machine_memory()
     if device.type == "cuda":
         here, workers = torch.cuda.get_device_properties(device).total_memory, 1
-    elif hasattr(os, "sysconf"):
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
     if config.layers and config.layers > 16:  # thousands take minutes to build, and an eighth of them may be too large
         refuse_if_too_large(replace(config, layers=config.layers // 8), device, workers)
     what = f"--model {config.model}" if config.model else f"--preset {config.preset}"
@@ -169,7 +172,7 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
     if 2 * sum(needed.values()) * workers > here or tokens >= MANY_TOKENS:  # otherwise not worth the time
         needed["activations"] = activations_of(config, device)
     if sum(needed.values()) * workers > here:
-        lacks = f"{in_words(needed)}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(here)}"
+        lacks = f"{in_words(needed)}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(int(here))}"
         remedy = "take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
         raise InputError(f"{what} does not fit: {lacks}: {remedy}")
 
