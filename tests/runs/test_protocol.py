@@ -88,7 +88,7 @@ class Tokens:
         sent = self.pending[:MOST]
         tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
         message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
-        self.round = self.round_of(message, self.run.attachment(self, self.header(None), None))
+        self.resume_round(message, self.run.attachment(self, self.header(None), None))
 
     def exchange(self) -> Any:
         now = self.round
@@ -111,9 +111,9 @@ class Tokens:
     def let_extract(self) -> None:
         """Nothing goes on in the background."""
 
-    def round_of(self, message: torch.Tensor, attached: Any) -> Any:
+    def resume_round(self, message: torch.Tensor, attached: Any) -> None:
         known = {"message": message, "attached": attached, "in_momentum": True, "outcome": None, "stage": "left open"}
-        return types.SimpleNamespace(header=self.header(None), **known)
+        self.round = types.SimpleNamespace(header=self.header(None), **known)
 
     def clear_momentum(self) -> None:
         self.dropped |= {*self.pending}

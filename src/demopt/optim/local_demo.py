@@ -372,7 +372,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         if self.replicator.is_open:
-            self._weights.hold_start()
+            self._weights.hold_start()  # a D that was not finite, and some states, have left none
         else:
             self.replicator.require_idle("a local step")  # D would have the steps of an extracted message again
         self._weights.begin()

@@ -57,7 +57,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in earlier.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
     for parameter, entry in earlier.items():
-        if entry:  # what is frozen leaves the old buffer, which nothing else needs any more
+        if entry:  # whose parts are made anew below; those of what is frozen leave the old buffer, which then can go
             kept = () if parameter.requires_grad else ("momentum", *RULE_STATE)
             state[parameter] = {name: entry[name].clone() for name in kept if name in entry}
     for chunk_group in wiring.chunk_groups:

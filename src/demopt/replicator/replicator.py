@@ -506,7 +506,7 @@ class Replicator:
         current.at_rest = at_rest
         with uninterrupted():
             self.round = current
-            self.enter_stage(current, "extracted")
+            self.enter_stage(current, "extracted")  # D is fixed now; the background brings it into the momentum
             current.work = self.session.submit(work, None)
             self.enter_stage(current, "sent")
 
@@ -627,14 +627,14 @@ class Replicator:
             current.wiring.route.subtract_sent(current.data)
         self.enter_stage(current, "applied")
 
-    def round_of(self, message: Tensor, attached: Any) -> Round:
-        """Returns the round of a message from before a restart, whose content the momentum has."""
+    def resume_round(self, message: Tensor, attached: Any) -> None:
+        """Goes on with the round of a message from before a restart, whose content the momentum has."""
         wiring = self.wiring()
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
         data = wiring.route.layout.bodies(message[HEADER_BYTES:])
         header = self.header(wiring)
-        return Round(wiring, header, message=message, attached=attached, data=data, stage="left open")
+        self.round = Round(wiring, header, message=message, attached=attached, data=data, stage="left open")
 
     def clear_momentum(self) -> None:
         """Sets the momenta to zero: this rank starts as a new one, with weights of a peer."""

@@ -186,7 +186,7 @@ class FolderRounds(Rounds):
             else:
                 run.move_to(before, stops=False)
                 if loaded.message is not None:
-                    self.replicator.round = self._round_of(loaded.message, loaded.in_message)
+                    self._resume_round(loaded.message, loaded.in_message)
             self._loaded = None
         elif run.role == "outside":
             if self._number > 0:
@@ -210,12 +210,12 @@ class FolderRounds(Rounds):
             self.replicator.follower.drop_steps()
             self.run.role = "observer"
 
-    def _round_of(self, message: log.Envelope, sequences: int) -> Round:
-        """Returns the round of a message that was made before a restart."""
+    def _resume_round(self, message: log.Envelope, sequences: int) -> None:
+        """Goes on with the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic(), sequences)
-        return self.replicator.round_of(tensor_of(message.body), attached)
+        self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, first: int) -> None:
         """Drops what a state had not sent if this worker has sent a message since round `first`: all was in that one.
