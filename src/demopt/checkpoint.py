@@ -140,7 +140,7 @@ class OptimizerState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        old_size, parameters = state_dict["world_size"], self._parameters  # the file's, now that it is read
+        old_size, parameters = state_dict["world_size"], dict(enumerate(self._parameters))  # the file's, now read
         by_rank: dict[int, dict[int, Any]] = {}
         for key, entry in state_dict.items():
             if match := _KEY.fullmatch(key):
@@ -155,14 +155,14 @@ class OptimizerState:
             )
         states: dict[int, StateDict] = {}
         for old in overlaps(rank, world_size, old_size):  # not a key of this rank that the file lacks: that is unread
-            read = ((number, _values_of(entry, parameters[number])) for number, entry in by_rank[old].items())
+            read = ((number, _values_of(entry, parameters.get(number))) for number, entry in by_rank[old].items())
             entries = {number: values for number, values in read if values}
             states[old] = {"state": entries, "param_groups": state_dict["param_groups"]}
         folder = {"folder": _values_of(state_dict["folder"])} if "folder" in state_dict else {}
         try:
             self._optimizer.load_state_dict({**part_or_share(states, rank, world_size, old_size), **folder})
         except ValueError as error:
-            if any(to_local(parameter) is not parameter for parameter in parameters):
+            if any(to_local(parameter) is not parameter for parameter in parameters.values()):
                 raise ValueError(f"{error}. Of FSDP2 or tensor parallelism, {_SHARDS}") from error
             raise
 
@@ -183,7 +183,8 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
         return {}
     match vars(entry) if isinstance(entry, _Entry) else entry:
         case {"values": Mapping() as values, "sharded": list() as sharded}:
-            return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
+            placed = sharded if like is not None else ()  # None: of a parameter too many, which is told later
+            return {name: placed_as(value, like) if name in placed else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
 
 

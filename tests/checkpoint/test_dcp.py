@@ -91,11 +91,13 @@ def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path):
 
 
 @ranks.each(1)
-def test_more_parameters_than_in_a_checkpoint_that_is_loaded_in_part_are_told_as_such(tmp_path):
+def test_more_or_fewer_parameters_than_in_a_checkpoint_are_told_as_such(tmp_path):
     before, after = (OptimizerState(demopt.DeMo(problems.parameters([(4, 4)] * count))) for count in (1, 2))
     dcp.save({"optimizer": before}, checkpoint_id=tmp_path)
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\]"):
         dcp.load({"optimizer": after}, checkpoint_id=tmp_path, planner=LoadPlanner(allow_partial_load=True))
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this optimizer of \[1\]"):
+        before.load_state_dict(after.state_dict())
 
 
 # FSDP2 inside pairs of ranks, demopt between the pairs
