@@ -446,7 +446,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")
     try:
         for rank, state in enumerate(states):
-            savers, counts = ({mark[part] for mark in marks_of(state)} for part in (0, 1))
+            savers, counts = {mark.rank for mark in marks_of(state)}, {mark.world_size for mark in marks_of(state)}
             if savers and savers != {rank}:
                 raise ValueError(
                     f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all "

@@ -318,7 +318,7 @@ class Replicator:
             messages = self._travel(current, exchange) if current.work is None else self._arrived(current, current.work)
             messages = messages if varies else self._compare(current, exchange, messages)
         except ExchangeError as error:
-            raise ExchangeError(f"{f'round {number + 1}' if varies else f'step {number}'}: {error}") from error
+            raise ExchangeError(f"round {number + 1}: {error}" if varies else f"step {number}: {error}") from error
         self.stats, current.exchanged = current.stats.timed("exchange", started), True
         current.stats = self.stats
         return messages
@@ -339,7 +339,7 @@ class Replicator:
         return messages
 
     def _compare(self, current: Round, exchange: Meter, messages: Tensor) -> Tensor:
-        """What a fixed set of ranks compares after a round; returns its messages, which another handshake replaces."""
+        """Runs the comparisons of a fixed set of ranks; returns the messages, which another handshake replaces."""
         if current.result is None or current.result.messages is not messages:
             current.result = None
             with suppress(MessageError):  # its rows are no messages, which `check` reports
