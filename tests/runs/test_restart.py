@@ -146,7 +146,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
         other.join()
     digest = other.digest
     with pytest.raises(MessageError, match="the saved message is of round 0, the state of round 1"):
-        first.optimizer._rounds._resume_round(first.run.last.envelope, 0)
+        first.optimizer._rounds._resume_round(first.run.last.envelope, None, 0)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]

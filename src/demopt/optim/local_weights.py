@@ -53,7 +53,7 @@ class LocalWeights(Follower):
         self._staging = Staging()
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
-        self.steps_since = 0  # local ones since this rank's last message was made, which has those before
+        self.steps_since = 0  # local ones in D: since it last left the local weights
         self._adopted: list[int] = []  # versions of the local weights when they became the global ones
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -164,22 +164,22 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def follow(self, current: Round) -> None:
-        """A round with this rank's message has entered a stage: local weights move by the table."""
-        match current.stage:
-            case "extracted":
-                current.steps, self.steps_since = self.steps_since, 0
-            case "applied":
-                if not self.steps_since:  # otherwise the next round moves the weights, or `land`
-                    self.adopt()
-            case stage if current.minus is not None:  # the first after "extracted": the error has D from now on
-                if current.finite:
-                    if stage == "sent":
-                        self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
-                    self.start_of = self._copies(self.global_of.keys())
-                else:  # it was dropped
-                    self.adopt()
-                if stage == "failed":  # nobody else knows of it, so the next step has a round again
-                    self.steps_since = current.steps
+        """A round has left "extracted", or a later stage: local weights move by the table."""
+        locals_of_D, steps = current.minus, self.steps_since
+        if locals_of_D is not None:  # it has left "extracted": only the error has D from now on
+            self.steps_since = 0
+        if current.stage == "applied":
+            if not self.steps_since:  # otherwise the next round moves the weights, or `land`
+                self.adopt()
+        elif locals_of_D is not None:
+            if current.finite:
+                if current.stage == "sent":
+                    self._rebase(dict(zip(self.global_of, locals_of_D, strict=True)))
+                self.start_of = self._copies(self.global_of.keys())
+            else:  # D was dropped
+                self.adopt()
+            if current.stage == "failed":  # nobody else knows of it, so the next step has a round again
+                self.steps_since = steps
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:
@@ -187,9 +187,8 @@ class LocalWeights(Follower):
 
         D counts from the global weights of before, so that even an interrupt finds no others' moves in it.
         """
-        before, start_before = self._hash_of_global(), self.start_of
+        before, had_start = self._hash_of_global(), bool(self.start_of)
         self.hold_start()
-        held = self.start_of
         try:
             yield
         finally:
@@ -202,8 +201,8 @@ class LocalWeights(Follower):
                         self.land()
                 elif has_moved:
                     self.adopt()
-                elif self.start_of is held:  # otherwise `follow` or `drop_steps` has set another
-                    self.start_of = start_before
+                elif not had_start:
+                    self.start_of = {}
 
     def hold_start(self) -> None:
         """start <- global, unless there is one, because a round that is open will move the global weights."""

@@ -107,8 +107,7 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # the message's bytes that the momentum holds, by chunk group
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
-    minus: Gradients | None = None  # of the follower, with the steps in them, until the stage after "extracted"
-    steps: int = 0
+    minus: Gradients | None = None  # of the follower, until the stage after "extracted"
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -240,8 +239,7 @@ class Replicator:
         current, factor = self._prepared(gradients, unscale, minus)
         with uninterrupted():  # what has entered the momentum is in a round
             self._compress(current, gradients, factor, minus)
-            self.round, current.by_user = current, by_user
-            self.enter_stage(current, "extracted")
+            self.round, current.by_user, current.stage = current, by_user, "extracted"
             if not self.options.background:
                 self.stats = current.stats  # of this round: not `skipped` yet
         assert current.message is not None
@@ -464,12 +462,11 @@ class Replicator:
             self.session.leave()
 
     def enter_stage(self, current: Round | None, stage: Stage) -> None:
-        """Moves a round on, and tells the follower. Call it with `uninterrupted`."""
+        """Moves an extracted round on, and tells the follower. Call it with `uninterrupted`."""
         if current is not None:
             current.stage = stage
             self.follower.follow(current)
-            if stage != "extracted":
-                current.minus, current.steps = None, 0
+            current.minus = None
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -505,8 +502,7 @@ class Replicator:
 
         current.at_rest = at_rest
         with uninterrupted():
-            self.round = current
-            self.enter_stage(current, "extracted")  # D is fixed now; the background brings it into the momentum
+            self.round, current.stage = current, "extracted"  # D is fixed; the background adds it to the momentum
             current.work = self.session.submit(work, None)
             self.enter_stage(current, "sent")
 
@@ -610,8 +606,7 @@ class Replicator:
         flags = new.header.flags | detached.header.flags & NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
         new.stage, new.by_user = detached.stage, detached.by_user
-        new.minus, new.steps = detached.minus, detached.steps
-        new.message = wiring.route.message(new.header, new.data)
+        new.minus, new.message = detached.minus, wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
         return new.message

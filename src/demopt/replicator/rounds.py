@@ -33,7 +33,7 @@ class Follower:
     """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
 
     def follow(self, current: Round) -> None:
-        """A round with this rank's message has entered a stage."""
+        """A round with this rank's message has left "extracted", or a later stage."""
 
     def moved_by_others(self) -> AbstractContextManager[None]:
         """The context in which all else moves the replicator's weights; local steps since go on from there."""

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
 T = TypeVar("T")
-# A worker's in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent nothing;
-# "restored": they are a state's, and it may have sent more than that knows; "joined": they follow the run's
-Role = Literal["outside", "observer", "restored", "joined"]
+# A worker's in the run, by its weights. "outside": its own; "observer": the run's, and it has sent nothing; "restored":
+# a state's; "joining": from there on the run's, but `join` is not at its end yet; "joined"
+Role = Literal["outside", "observer", "restored", "joining", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -143,7 +143,7 @@ class FolderExchange(VaryingExchange):
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self.sent_until = 0  # the round after the last one that may have a message of this worker
+        self.sent_from = 0  # the first round that this worker has sent nothing in yet, nor in a later one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
@@ -358,7 +358,7 @@ class FolderExchange(VaryingExchange):
 
     def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
-        self.sent_until = mine.round + 1
+        self.sent_from = mine.round + 1
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
@@ -437,7 +437,7 @@ class FolderExchange(VaryingExchange):
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.unsent -= sequences
         self.worker = outcome.envelope.worker
-        self.left_out = self.left_out + 1 if outcome.fate == "left out" else 0  # refused ones were in time
+        self.left_out = self.left_out + 1 if outcome.left_out else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if outcome.moved_by == "messages":
@@ -461,6 +461,7 @@ class FolderExchange(VaryingExchange):
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.misses > 8)
+        self.role = "joining" if self.role == "restored" else self.role  # they are no state's any more
 
     # Its end
 

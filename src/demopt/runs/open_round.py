@@ -32,7 +32,6 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
-Fate = Literal["listed", "refused", "left out"]
 Mover = Literal["messages", "checkpoint", "resync"]
 
 
@@ -61,10 +60,10 @@ class FolderOutcome(Outcome):
     What was sent leaves the error only if the message is listed, whatever moves the weights.
     """
 
-    fate: Fate  # of the message; "listed": it has a row; "left out": it was late, or too few had sent
     moved_by: Mover  # the weights; not by "messages" if these are gone, or the weights were not the manifest's before
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
+    left_out: bool  # that is neither listed nor refused: it was late, or too few had sent
     needed: float  # seconds from the round before until the message was put, or the round found to be over
     waited: float  # seconds in all, without those in which this process slept
     slept: float  # seconds, as after SIGSTOP, while it waited for the last workers
@@ -112,7 +111,6 @@ class OpenRound:
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         row, mine = as_listed(self.mine, manifest)
-        fate: Fate = "listed" if row is not None else "refused" if mine.worker in manifest.refused else "left out"
         moved_by: Mover = "messages"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
@@ -120,13 +118,14 @@ class OpenRound:
             result, moved_by = join_results(self._wiring, []), "checkpoint"
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
             moved_by = "resync"
-        if fate == "refused":
+        left_out = row is None and mine.worker not in manifest.refused
+        if row is None and not left_out:
             run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
-        overlooked = fate == "left out" and was_there and bool(manifest.senders)
+        overlooked = left_out and was_there and bool(manifest.senders)
         waited = time.monotonic() - began - self.slept
         return FolderOutcome(
-            row, result, fate=fate, moved_by=moved_by, manifest=manifest, envelope=mine,
+            row, result, moved_by=moved_by, manifest=manifest, envelope=mine, left_out=left_out,
             needed=ready_at - self._attached.round_began,
             waited=waited, waited_for=() if 2 * self._longest > waited else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=known_at,

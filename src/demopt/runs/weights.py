@@ -60,7 +60,7 @@ class SavedWorker:
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    sent_from: int  # the first round that may have a message which is later
+    sent_from: int  # the first round in which a message of this worker would be later than the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # sequences in the message
 
@@ -112,9 +112,7 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        self._loaded: SavedWorker | None = None  # a state, until the round of its message is open again
-        # Of a state, until it has joined: the first round that may have a message of this worker that it does not know
-        self._unknown_from: int | None = None
+        self._restored: SavedWorker | None = None  # a state's, from `restore` to the end of `join`
 
     @property
     def _number(self) -> int:
@@ -148,10 +146,10 @@ class FolderRounds(Rounds):
             with replicator.follower.moved_by_others():
                 self._enter(before)
                 self._follow_run()
-                if self._unknown_from is not None:
-                    self._drop_if_sent_since(self._unknown_from)
+                if self._restored is not None:
+                    self._drop_if_sent_since(self._restored.sent_from)
         run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
-        self._is_behind, self._loaded, self._unknown_from = False, None, None
+        self._is_behind, self._restored = False, None
         if not run.stopping:
             run.hello(self._number)
         run.role = "joined"
@@ -175,19 +173,18 @@ class FolderRounds(Rounds):
 
     def _enter(self, before: Manifest | None) -> None:
         """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
-        run, loaded = self.run, self._loaded
-        if loaded is not None:
-            if loaded.run != run.record.identity:
+        run, saved = self.run, self._restored
+        if saved is not None and run.role == "restored":
+            if saved.run != run.record.identity:
                 raise SettingsError(f"the state is of another run than {run.store.address} holds")
-            run.worker = loaded.worker
-            if loaded.before != log.digest_of(before):
+            run.worker = saved.worker
+            if saved.before != log.digest_of(before):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
-                self._leave_fork(ForkedError(other), loaded.before)
+                self._leave_fork(ForkedError(other), saved.before)
             else:
+                if saved.message is not None:
+                    self._resume_round(saved.message, before, saved.in_message)
                 run.move_to(before, stops=False)
-                if loaded.message is not None:
-                    self._resume_round(loaded.message, loaded.in_message)
-            self._loaded = None
         elif run.role == "outside":
             if self._number > 0:
                 raise SettingsError(
@@ -210,23 +207,23 @@ class FolderRounds(Rounds):
             self.replicator.follower.drop_steps()
             self.run.role = "observer"
 
-    def _resume_round(self, message: log.Envelope, sequences: int) -> None:
+    def _resume_round(self, message: log.Envelope, before: Manifest | None, sequences: int) -> None:
         """Goes on with the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
-        attached = Attached(replace(message, body=b""), self.run.decided, time.monotonic(), sequences)
+        attached = Attached(replace(message, body=b""), before, time.monotonic(), sequences)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
-    def _drop_if_sent_since(self, first: int) -> None:
-        """Drops what a state had not sent if this worker has sent a message since round `first`: all was in that one.
+    def _drop_if_sent_since(self, sent_from: int) -> None:
+        """Drops what a state had not sent if this worker has sent a message in `sent_from` or later: all was in that.
 
         If it lies in the open round, it will count there: `put` finds it, and gives this worker a second name.
         """
         run = self.run
-        reads = [partial(run.manifest, number) for number in range(first, self._number)]
+        reads = [partial(run.manifest, number) for number in range(sent_from, self._number)]
         in_manifests = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
         # A wish to stop may have ended the catch-up at a round whose message this worker knows.
-        in_open_round = log.look(run.store, self._number).messages if self._number >= first else set()
+        in_open_round = log.look(run.store, self._number).messages if self._number >= sent_from else set()
         if run.worker in in_manifests | in_open_round:
             run.say(
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
@@ -244,7 +241,7 @@ class FolderRounds(Rounds):
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
         run = self.run
-        if run.role in ("restored", "joined"):
+        if run.role not in ("outside", "observer"):
             raise RuntimeError("this worker, or its state, is in the run: join() goes on; observe with a new optimizer")
         log.check_facts(run.find_run(), self.replicator.wiring().facts(), run.store.address, run.worker)
         with self.replicator.follower.moved_by_others():
@@ -303,11 +300,12 @@ class FolderRounds(Rounds):
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
         # A message that is not listed stays in the error, unless it was not finite, and never there.
-        has_left = outcome.fate == "listed" or not current.in_momentum
+        is_listed = outcome.row is not None
+        has_left = is_listed or not current.in_momentum
         with uninterrupted():  # so that `decided` is the manifest of the weights
             if outcome.moved_by == "messages":  # none if too few had sent
                 replicator.apply(messages)
-                self._is_behind = outcome.fate != "listed"  # later rounds may be decided already
+                self._is_behind = not is_listed  # later rounds may be decided already
             else:
                 replicator.mark_applied()
                 self._is_behind = outcome.moved_by == "checkpoint"  # `resync` sets it by itself
@@ -456,7 +454,6 @@ class FolderRounds(Rounds):
             tensor.copy_(value)
         self.replicator.round_number.fill_(checkpoint.number)
         self.run.move_to(checkpoint.before, checkpoint.has_stopped)
-        self._loaded = None  # `_leave_fork` has dropped its message
 
     def lent_moments(self) -> Moments:
         tensors = self.replicator.wiring().replicated_tensors()
@@ -465,11 +462,11 @@ class FolderRounds(Rounds):
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        run = self.run
+        run, saved = self.run, self._restored
         if run.role == "outside":
             return {}
-        if self._loaded is not None:
-            return replace(self._loaded, unsent=run.unsent).entry()  # local steps may have come since
+        if saved is not None and run.role == "restored":
+            return replace(saved, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
@@ -477,9 +474,9 @@ class FolderRounds(Rounds):
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences
-        sent_from = self._unknown_from
-        if sent_from is None:  # its weights may be of before the messages that it has sent, as after a fork
-            sent_from = max(run.sent_until, self._number if current is None else self._number + 1)
+        # Its weights may be of before the messages that it has sent, as after a fork.
+        sent_from = max(run.sent_from, self._number if current is None else self._number + 1)
+        sent_from = saved.sent_from if saved is not None else sent_from
         numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
@@ -488,8 +485,7 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        run, self._loaded, self._is_behind = self.run, saved, False
-        run.role = "restored" if saved else "outside"
+        run, self._restored, self._is_behind = self.run, saved, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
+        run.role = "restored" if saved else "outside"
         run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
-        self._unknown_from = saved.sent_from if saved else None
