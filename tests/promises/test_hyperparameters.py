@@ -218,3 +218,39 @@ def test_parameter_listed_twice_or_with_elements_that_share_memory_is_refused():
                 make([Parameter(TwoTensor(torch.zeros(3), torch.zeros(3)))])
     with pytest.raises(ValueError, match="more than one parameter group"):
         DeMo([{"params": [parameter]}, {"params": [parameter]}])
+
+
+BUFFER = torch.zeros(12)
+VIEWS = {
+    "one in another": (BUFFER[:8], BUFFER[4:6]),
+    "bytes": (BUFFER[:4], BUFFER.view(torch.bfloat16)[7:9]),
+    "all, twice": (BUFFER, BUFFER.view(3, 4)),
+    "a row and a column": (BUFFER.view(3, 4)[:, 1], BUFFER.view(3, 4)[2]),
+    "far apart in the order": (BUFFER[:9], BUFFER[1:2], torch.zeros(4), BUFFER[8:10]),
+}
+
+
+@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS.keys())
+def test_parameters_that_share_memory_are_refused_in_one_group_in_two_and_in_two_optimizers(views):
+    """Each would move the other; what is sent of one is applied to both, and shared() gives back the wrong one."""
+    parameters = [*map(Parameter, views)]
+    sgd, told = torch.optim.SGD, "share memory, as views of one buffer do"
+    for make in (DeMo, lambda given: LocalDeMo(sgd(given))):
+        with pytest.raises(ValueError, match=told):
+            make(parameters)
+        with pytest.raises(ValueError, match=told):
+            make([{"params": [each]} for each in parameters])
+    with pytest.raises(ValueError, match=told):
+        LocalDeMo([sgd([each]) for each in parameters])
+    for optimizer in (DeMo(parameters[:1]), LocalDeMo(sgd(parameters[:1]))):
+        with pytest.raises(ValueError, match=told):
+            optimizer.add_param_group({"params": parameters[1:]})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_views_of_one_buffer_without_a_common_element_and_frozen_ones_train():
+    columns = BUFFER.clone().view(3, 4)
+    frozen = Parameter(columns, requires_grad=False)
+    parameters = [frozen, *(Parameter(columns[:, n : n + 2]) for n in (0, 2)), Parameter(columns[:, 4:])]
+    assert len(DeMo(parameters).param_groups[0]["params"]) == 4
+    assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 4

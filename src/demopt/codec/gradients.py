@@ -99,7 +99,7 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 def check_parameters(parameters: Collection[Tensor]) -> None:
     """Raises TypeError unless all are dense, and what trains real floats; ValueError if one is lazy, expanded or twice.
 
-    ValueError, too, if only some are on the meta device.
+    ValueError, too, if only some are on the meta device, or two that train share memory.
     """
     seen: set[int] = set()
     for parameter in parameters:
@@ -124,6 +124,38 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         seen.add(id(parameter))
     if len({parameter.is_meta for parameter in parameters}) > 1:  # of all, `demopt plan` computes the costs
         raise ValueError("some parameters are on the meta device: give them to the optimizer after model.to_empty()")
+    check_apart(parameters)
+
+
+def check_apart(parameters: Iterable[Tensor]) -> None:
+    """Raises ValueError if two parameters that train share an element, as views of one buffer may."""
+    placed = []
+    for parameter in parameters:
+        local = to_local(parameter.detach())
+        if parameter.requires_grad and local.numel() and not (local.is_meta or is_made_of_others(local)):
+            last = sum((n - 1) * by for n, by in zip(local.shape, local.stride(), strict=True))
+            first, end = local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size()
+            placed.append((str(local.device), first, end, local))
+    placed.sort(key=lambda each: each[:2])
+    begin = 0
+    for number, (device, first, end, local) in enumerate(placed):
+        near = [each for each in placed[begin:number] if each[0] == device and each[2] > first]
+        begin = begin if near else number
+        for _, start, other_end, other in near:  # their spans overlap, as also those of a buffer's columns do
+            marked = torch.zeros(max(end, other_end) - start, dtype=torch.bool)
+            _bytes_of(other, marked, 0).fill_(True)
+            if bool(_bytes_of(local, marked, first - start).any()):
+                shapes = f"{list(other.shape)} and {list(local.shape)}"
+                raise ValueError(
+                    f"parameters of shapes {shapes} share memory, as views of one buffer do: give the buffer, or "
+                    "clones of the views. To tie weights, put one and the same Parameter into both modules"
+                )
+
+
+def _bytes_of(tensor: Tensor, memory: Tensor, start: int) -> Tensor:
+    """Returns the part of `memory`, of one element per byte, where a tensor lies that begins at `start`."""
+    size = tensor.element_size()
+    return memory.as_strided((*tensor.shape, size), (*(size * by for by in tensor.stride()), 1), start)
 
 
 def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from demopt.codec.gradients import check_parameters
+from demopt.codec.gradients import check_apart, check_parameters
 from demopt.errors import first_line
 from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
@@ -402,6 +402,7 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
                 if (first := holders.setdefault(id(parameter), number)) != number:
                     both = f"inner[{first}] and inner[{number}] both have a parameter of shape {list(parameter.shape)}"
                     raise ValueError(f"{both}; give each parameter to one optimizer")
+    check_apart(parameter for each in found for group in each.param_groups for parameter in group["params"])
     return found
 
 
