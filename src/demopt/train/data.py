@@ -213,13 +213,18 @@ def unfit(file: Path) -> str:
     return "" if head.strip() else "empty"
 
 
-def documents(file: Path) -> Iterator[bytes]:
-    """Yields the documents of a file: all of it, or the text or conversation of each line of JSON."""
+def documents(file: Path, as_text: bool = False) -> Iterator[bytes]:
+    """Yields the documents of a file: all of it, or the text or conversation of each line of JSON.
+
+    `as_text`: InputError if it is not UTF-8, which a tokenizer reads.
+    """
     try:
         content = file.read_bytes()
     except OSError as error:
         raise InputError(f"--data {file}: {error.strerror}") from None
     if file.suffix != LINES_SUFFIX:
+        if as_text:
+            _check_utf8(file, content)
         if content.strip():
             yield content
         return
@@ -241,6 +246,18 @@ def documents(file: Path) -> Iterator[bytes]:
             kind = f"an object with {fields}" if got else json.dumps(found)[:40]
             wanted = "an object with text (a string) or messages (a list of objects with role and content)"
             raise InputError(f"--data {file}, line {number}: wanted {wanted}, got {kind}")
+
+
+def _check_utf8(file: Path, content: bytes) -> None:
+    """Raises InputError unless it is UTF-8, of which the last letter may be cut, as `head -c` leaves it."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data":
+            raise InputError(
+                f"--data {file}: byte {error.start:,} of it (0x{content[error.start]:02x}) is not UTF-8, which a "
+                "tokenizer reads; write it as UTF-8, as iconv -f LATIN1 -t UTF-8 does, or leave it out"
+            ) from None
 
 
 def _source(read: list[Path], left: list[Path]) -> str:
@@ -337,8 +354,8 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
 
 def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, float | None]:
     """Returns training and validation tokens, the size of the vocabulary, and the bytes per token."""
-    texts = [text for file in files for text in documents(file)]
     tokenizer: Any = load_tokenizer(config.tokenizer) if config.tokenizer not in (None, "bytes") else None
+    texts = [text for file in files for text in documents(file, as_text=tokenizer is not None)]
     chats = [text for text in texts if isinstance(text, Chat)]
     if chats and len(chats) < len(texts):
         raise InputError("--data mixes conversations with text; give one kind")
