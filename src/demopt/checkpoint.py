@@ -273,6 +273,9 @@ _OTHER_RECORDS = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the folder that was written to, on any system
-    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
+    **{  # the folder that was written to, on any system; the second module is of Python 3.13
+        (module, f"{system}Path"): getattr(pathlib, f"Pure{system}Path")
+        for module in ("pathlib", "pathlib._local")
+        for system in ("Posix", "Windows")
+    },
 }

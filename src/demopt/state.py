@@ -64,13 +64,8 @@ class SavedParameter:
     of_local: bool = True  # whether it is in a state of LocalDeMo
 
     @staticmethod
-    def of(entry: Mapping[Any, Any], of_local: bool | None = None) -> "SavedParameter":
-        """Reads an entry of a state, without what torch has added to it (`SavedBy`).
-
-        `of_local`: it is of a LocalDeMo, which loads it; None: its names tell.
-        """
-        if of_local is None:  # an inner optimizer's "momentum" is renamed in `entry`, though not in old files
-            of_local = "global" in entry or "momentum" not in entry
+    def of(entry: Mapping[Any, Any], of_local: bool) -> "SavedParameter":
+        """Reads an entry of a state, one of LocalDeMo if `of_local`, without what torch has added to it (`SavedBy`)."""
         saved_by = SavedBy.of(entry)
         if saved_by is None or len(entry) > saved_by.entries:
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
@@ -88,6 +83,7 @@ class SavedParameter:
         entry: dict[Any, Any] = self.shared_entry()
         entry |= {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
+            # "momentum" is renamed, too: by that name `entries_of` knows a state of DeMo.
             is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum") or str(name).startswith(_OF_INNER)
             entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
@@ -104,6 +100,14 @@ class SavedParameter:
 
 
 # One rank's state, read
+
+
+def entries_of(state: StateDict) -> dict[Any, SavedParameter]:
+    """Reads the entries of a state by number; their names tell whether it is of LocalDeMo."""
+    entries = state["state"]
+    names = {name for entry in entries.values() for name in entry}
+    of_local = "global" in names or "momentum" not in names  # of old files an inner optimizer may have a "momentum"
+    return {number: SavedParameter.of(entry, of_local) for number, entry in entries.items()}
 
 
 def load_file(file: BinaryIO) -> StateDict:
@@ -354,9 +358,9 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
 def _unshared_entries(state: StateDict) -> StateDict:
     """Returns a rank's own and inner entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
     own: dict[Any, dict[str, Any]] = {}
-    for number, entry in state["state"].items():
-        shared = SavedParameter.of(entry).shared_entry()
-        own[number] = {name: value for name, value in entry.items() if name not in shared}
+    for number, saved in entries_of(state).items():
+        shared = saved.shared_entry()
+        own[number] = {name: value for name, value in state["state"][number].items() if name not in shared}
         for name, value in own[number].items():
             if isinstance(value, Tensor) and not is_made_of_others(value):  # but maybe of the parameter's own class
                 plain = value.detach().as_subclass(Tensor)
@@ -371,7 +375,7 @@ def _unshared_entries(state: StateDict) -> StateDict:
 
 def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
     """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own and inner ones, by rank."""
-    shared = {number: SavedParameter.of(entry).shared_entry() for number, entry in mine["state"].items()}
+    shared = {number: saved.shared_entry() for number, saved in entries_of(mine).items()}
     return {**mine, "state": shared, RANKS: states}
 
 
@@ -468,8 +472,8 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
 def _model_and_round(state: StateDict) -> dict[Any, Any]:
     """Returns the shape of each parameter's momentum, and the number of rounds: the same in the states of all ranks."""
     found = {}
-    for number, entry in state["state"].items():
-        kept = SavedParameter.of(entry).ours
+    for number, saved in entries_of(state).items():
+        kept = saved.ours
         found[number] = (list(kept["momentum"].shape), int(kept.get("step", 0))) if "momentum" in kept else ()
     return found
 
@@ -481,9 +485,9 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     """
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
-    taken = {}
-    for number in states[largest]["state"]:
-        saved_of = {old: SavedParameter.of(states[old]["state"].get(number, {})) for old in shares}
+    taken, read = {}, {old: entries_of(states[old]) for old in shares}
+    for number, of_largest in read[largest].items():
+        saved_of = {old: entries.get(number, replace(of_largest, ours={})) for old, entries in read.items()}
         try:
             if world_size != old_size:  # chunks get other owners
                 saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}

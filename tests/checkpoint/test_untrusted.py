@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def _load(path, kind):
 def test_checkpoint_of_an_earlier_commit_loads_with_the_bits_that_it_had_then(kind, tmp_path):
     model, optimizer = _load(_old(kind, tmp_path), kind)
     assert (_digest(dict(model.state_dict())), _digest(optimizer.state_dict()["state"])) == READ[kind]
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # the latter of Python 3.13
+def test_checkpoint_of_another_python_loads(module, tmp_path):
+    path = _old("demo", tmp_path)
+    known = pickle.dumps(pickle.loads((path / ".metadata").read_bytes()), protocol=2)
+    named = re.sub(rb"cpathlib[._a-z]*\nPosixPath\n", f"c{module}\nPosixPath\n".encode(), known)
+    assert f"c{module}\n".encode() in named
+    (path / ".metadata").write_bytes(named)
+    model, _ = _load(path, "demo")
+    assert _digest(dict(model.state_dict())) == READ["demo"][0]
 
 
 @pytest.mark.filterwarnings("ignore:the state was saved 1 step")

@@ -282,6 +282,37 @@ def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkey
     assert {*parameter.tolist()} == {-0.25}
 
 
+@pytest.mark.parametrize("kind", ["demo", "local", "folder"])
+def test_loading_that_is_interrupted_anywhere_has_loaded_all_or_nothing(kind):
+    adam = lambda parameters: torch.optim.AdamW(parameters, 0.1)  # noqa: E731
+
+    def trained(steps, store):
+        exchange = FolderExchange(store) if kind == "folder" else SingleRank()
+        exchange.worker = "w0"
+        optimizer = problems.demo(exchange) if kind == "demo" else problems.local(exchange, inner=adam, sync_every=2)
+        problems.fingerprints(optimizer, range(steps))
+        return optimizer
+
+    def content(optimizer):
+        return problems.saved([optimizer.own_state_dict(), problems.values(optimizer), optimizer.param_groups])
+
+    state = trained(5, ObjectStore()).own_state_dict()
+    state["param_groups"][0]["lr"] = 0.05
+    whole, before = trained(0, ObjectStore()), content(trained(0, ObjectStore()))
+    whole.load_state_dict(state)
+
+    def interrupted(at):
+        optimizer = trained(0, ObjectStore())
+        with CtrlC(at) as ctrl_c:
+            optimizer.load_state_dict(state)
+        assert content(optimizer) in (before, content(whole)), at
+        return ctrl_c.lines
+
+    lines = interrupted(float("inf"))
+    for at in random.Random(0).sample(range(1, lines), 50):
+        interrupted(at)
+
+
 def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch):
     optimizer = problems.local(SingleRank())
     monkeypatch.setattr(optimizer.replicator, "_count_skips", lambda _: signal.raise_signal(signal.SIGINT))

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters, check_names, codec_of, plain
 from demopt.core.rules import Rule
+from demopt.interrupts import uninterrupted
 from demopt.optim.mistakes import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
@@ -250,9 +251,10 @@ class DeMo(ReplicatedOptimizer):
             check_matrices(settings.update, group["params"])
             settings_of |= dict.fromkeys(group["params"], settings)
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=False)
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update(loaded)
-        self.replicator.restore({parameter: saved.ours for parameter, saved in saved_of.items()})
+        with uninterrupted():
+            for group, loaded in zip(self.param_groups, groups, strict=True):
+                group.update(loaded)
+            self.replicator.restore({parameter: saved.ours for parameter, saved in saved_of.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         self._rounds.settle()

@@ -198,8 +198,8 @@ class InnerOptimizers:
             for name, value in held.items():
                 to_local(value).copy_(lent[name])
 
-    def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
-        """Loads groups, with the entries of their parameters by number."""
+    def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> str:
+        """Loads groups, with the entries of their parameters by number; returns a warning, if some of it is lacking."""
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
         states_in_groups = [_unpacked_state(group, state) for group in groups]
@@ -234,12 +234,13 @@ class InnerOptimizers:
             if isinstance(error, LookupError | AttributeError | RuntimeError | OverflowError):
                 raise ValueError(f"the state is not of these inner optimizers ({self.classes}): {error!r}") from error
             raise
-        self._lent = {}
+        self._lent, lost = {}, set[str]()
         for settings, in_group, group in zip(self._settings, states_in_groups, whole_groups, strict=True):
             settings.state_names.update(in_group)
-            if lost := ", ".join(sorted({*in_group} - {*group})):  # torch.distributed.checkpoint loads names there are
-                warn(f"the state lacks {lost} of an inner optimizer's group, which begins anew; save one file per rank")
+            lost |= {*in_group} - {*group}  # torch.distributed.checkpoint loads names there are
         self._follow()
+        told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
+        return f"{told}save one file per rank" if lost else ""
 
 
 def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -34,7 +34,7 @@ from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.wiring import Facts, Options
 from demopt.state import SavedParameter, check_saved, read_state
-from demopt.validation import check_count, check_number
+from demopt.validation import check_count, check_number, warn
 from demopt.wire.checksum import fingerprint
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
@@ -627,16 +627,19 @@ class LocalDeMo(ReplicatedOptimizer):
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
-        # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
-        self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-
-        self._follow_changes(also=saved_of)
-        global_of = self._weights.global_of
-        self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
-        self._weights.restore({local: saved.ours for local, saved in saved_of.items()})
-        self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
-        self._is_trained = self._is_trained or self.local_steps > 0
-        self._rounds.restore(folder)
+        self.replicator.let_travel()
+        with uninterrupted():
+            # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
+            lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
+            self._follow_changes(also=saved_of)
+            global_of = self._weights.global_of
+            self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
+            self._weights.restore({local: saved.ours for local, saved in saved_of.items()})
+            self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
+            self._is_trained = self._is_trained or self.local_steps > 0
+            self._rounds.restore(folder)
+        if lacks:
+            warn(lacks)
 
     # Copies
 

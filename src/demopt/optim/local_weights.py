@@ -196,12 +196,11 @@ class LocalWeights(Follower):
                 # Only a hash tells: a handshake moves weights of some ranks, a catch-up may have nothing to apply, and
                 # an error may come before all moves or between two.
                 has_moved = self._hash_of_global() != before
-                if self.steps_since:
-                    if has_moved:  # otherwise start stays, because a round of a state may be open
-                        self.land()
+                if has_moved and self.steps_since:
+                    self.land()
                 elif has_moved:
                     self.adopt()
-                elif not had_start:
+                elif not (had_start or self.steps_since):  # with steps a round may be open, as after a restart
                     self.start_of = {}
 
     def hold_start(self) -> None:

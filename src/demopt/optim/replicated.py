@@ -128,7 +128,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         """
         found = self.own_state_dict()
         if self._all_states and marks_of(found) not in map(marks_of, self._all_states.values()):
-            self._all_states = None  # a parameter has begun to train since, or a script has cleared the inner state
+            # Marks count entries: a parameter has begun to train since, or a script has cleared the inner state.
+            self._all_states = None
         return consolidated(self._all_states, found) if self._all_states else found
 
     @unrecorded
@@ -141,9 +142,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         the traffic of more than 100 steps.
         """
         self._all_states = None
-        mine, current = self.own_state_dict(), self.replicator.round
-        if current is not None and current.work is not None:
-            current.work.exception()  # one exchange at a time
+        mine = self.own_state_dict()
+        self.replicator.let_travel()  # one exchange at a time
         self._all_states, costs = collect(self.replicator, mine, to, self.sync_every)
         if costs:
             self.warn_once("consolidated", costs, here=True)

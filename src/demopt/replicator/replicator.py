@@ -511,6 +511,11 @@ class Replicator:
         if self.round is not None and self.round.at_rest is not None:
             self.round.at_rest.wait()
 
+    def let_travel(self) -> None:
+        """Waits until the exchange of the round in flight has come to its end."""
+        if self.round is not None and self.round.work is not None:
+            self.round.work.exception()
+
     @property
     def in_flight(self) -> bool:
         """Whether a round was sent in the background, and is not applied; its exchange has not failed."""

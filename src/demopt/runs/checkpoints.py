@@ -73,14 +73,14 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     regular = [each for each in older if each % run.record.checkpoint_every == 0]
     if not regular:
         return
-    *earlier, last = regular
+    last = regular[-1]
     old = [each for each in older if run.cleared <= each < last]
     gone = [log.moments_name(each) for each in old]
     try:
         if not run.record.keep_log:
-            # Who deleted the checkpoint before the earliest one has deleted the rounds before that, too.
-            first = max([run.cleared, *(each for each in earlier[:1] if each > run.record.checkpoint_every)])
-            gone += log.pieces(run.store, range(first, last))
+            # Without the run's first regular checkpoint: who deleted that has deleted all rounds before the next one.
+            cleared = regular[0] if last > regular[0] > run.record.checkpoint_every else 0
+            gone += log.pieces(run.store, range(max(run.cleared, cleared), last))
             gone += [log.checkpoint_name(run.record, each) for each in old]
         run.store.delete(gone)
     except ExchangeError as error:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # A worker's in the run, by its weights. "outside": its own; "observer": the run's, and it has sent nothing; "restored":
-# a state's; "joining": from there on the run's, but `join` is not at its end yet; "joined"
+# a state's; "joining": from there on the run's, until `join` ends; "joined"
 Role = Literal["outside", "observer", "restored", "joining", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
@@ -461,7 +461,6 @@ class FolderExchange(VaryingExchange):
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.misses > 8)
-        self.role = "joining" if self.role == "restored" else self.role  # they are no state's any more
 
     # Its end
 

@@ -185,6 +185,7 @@ class FolderRounds(Rounds):
                 if saved.message is not None:
                     self._resume_round(saved.message, before, saved.in_message)
                 run.move_to(before, stops=False)
+            run.role = "joining"
         elif run.role == "outside":
             if self._number > 0:
                 raise SettingsError(
