@@ -85,6 +85,25 @@ def test_worker_that_is_always_late_is_expected_for_two_rounds_and_then_sends_at
     assert 0.0 <= second.run.seconds_needed <= 600.0
 
 
+def test_note_that_is_a_function_is_asked_for_each_message_also_one_that_is_sent_again(store):
+    first, second = joined(store)
+    second.run.note = lambda: second.rounds
+    for _ in range(2):
+        rounds(first, second)
+    assert [(each.worker, each.note) for each in second.run.decided.senders] == [("w1", 2)]
+
+
+def test_sequences_of_a_left_out_message_stay_unsent_if_the_next_gradient_is_not_finite(store):
+    first, second = joined(store)
+    second.run.unsent = 3
+    rounds(first, second)
+    second.run.unsent += 5
+    first.round()
+    second.model[0].weight.data.fill_(torch.nan)
+    second.round()
+    assert second.run.unsent == 3
+
+
 def test_note_of_steps_that_were_not_finite_is_in_no_message_that_is_sent_again(store):
     first, second = joined(store)
     rounds(first, second)

@@ -287,7 +287,7 @@ def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_l
     worker, other = (Counter(store, number, delay=1) for number in range(2))
     trainer = object.__new__(trainers.Worker)
     trainer.run, trainer.optimizer, trainer.config = worker.run, worker.optimizer, TrainConfig(top_k=1)
-    trainer._hear, trainer._validated, trainer._sequences = Mock(), {}, 0
+    trainer._hear, trainer._validated, trainer.run.note = Mock(), {}, trainer._note
     for quicker in (other, worker):  # in the first round it is late
         for member in sorted((worker, other), key=lambda each: each is not quicker):
             for _ in range(2):

@@ -34,7 +34,7 @@ from demopt.exchange.dtensor import forget_gathered, like_on, parts_of, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.replicator.replicator import Round
-from demopt.replicator.rounds import Follower
+from demopt.replicator.rounds import Follower, Stage
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
@@ -163,18 +163,18 @@ class LocalWeights(Follower):
         return starts, [mine if local.requires_grad else None for local, mine in self._local_ones().items()]
 
     @uninterrupted()
-    def follow(self, current: Round) -> None:
+    def follow(self, current: Round, before: Stage) -> None:
         """A round has left "extracted", or a later stage: local weights move by the table."""
-        locals_of_D, steps = current.minus, self.steps_since
-        if locals_of_D is not None:  # it has left "extracted": only the error has D from now on
+        steps = self.steps_since
+        if before == "extracted":  # only the error has D from now on
             self.steps_since = 0
         if current.stage == "applied":
             if not self.steps_since:  # otherwise the next round moves the weights, or `land`
                 self.adopt()
-        elif locals_of_D is not None:
+        elif before == "extracted":
             if current.finite:
-                if current.stage == "sent":
-                    self._rebase(dict(zip(self.global_of, locals_of_D, strict=True)))
+                if current.stage == "sent" and current.minus is not None:
+                    self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
                 self.start_of = self._copies(self.global_of.keys())
             else:  # D was dropped
                 self.adopt()

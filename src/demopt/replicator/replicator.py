@@ -107,7 +107,7 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # the message's bytes that the momentum holds, by chunk group
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
-    minus: Gradients | None = None  # of the follower, until the stage after "extracted"
+    minus: Gradients | None = None  # in the stage "extracted": the follower's, which moves them in the next one
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -464,8 +464,8 @@ class Replicator:
     def enter_stage(self, current: Round | None, stage: Stage) -> None:
         """Moves an extracted round on, and tells the follower. Call it with `uninterrupted`."""
         if current is not None:
-            current.stage = stage
-            self.follower.follow(current)
+            before, current.stage = current.stage, stage
+            self.follower.follow(current, before)
             current.minus = None
 
     # Phases 1 and 2 in the background, while this rank computes

@@ -32,8 +32,8 @@ Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped",
 class Follower:
     """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
 
-    def follow(self, current: Round) -> None:
-        """A round with this rank's message has left "extracted", or a later stage."""
+    def follow(self, current: Round, before: Stage) -> None:
+        """A round with this rank's message has left the stage `before`, which is "extracted" or a later one."""
 
     def moved_by_others(self) -> AbstractContextManager[None]:
         """The context in which all else moves the replicator's weights; local steps since go on from there."""

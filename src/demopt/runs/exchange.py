@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # A worker's in the run, by its weights. "outside": its own; "observer": the run's, and it has sent nothing; "restored":
-# a state's; "joining": from there on the run's, until `join` ends; "joined"
+# a state's; "joining": since `move_to` the run's, until `join` ends; "joined"
 Role = Literal["outside", "observer", "restored", "joining", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
@@ -78,10 +78,10 @@ class FolderExchange(VaryingExchange):
     Raises:
         ValueError, TypeError: an invalid argument, before anything is sent.
 
-    `note` and `leaving` go with this worker's next message: anything of JSON's types, up to 3,072 bytes, and whether it
-    is the last one. `last` is the outcome of the last round that this worker sent a message for, `row` the place of
-    that in it, and `decided` the manifest of the last round that was applied. If the run has an end, set `rounds`: a
-    late worker then adds none.
+    `note` and `leaving` go with this worker's next message: anything of JSON's types, up to 3,072 bytes, or a function
+    that returns it for each message; and whether it is the last one. `last` is the outcome of the last round that this
+    worker sent a message for, `row` the place of that in it, and `decided` the manifest of the last round that was
+    applied. If the run has an end, set `rounds`: a late worker then adds none.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -130,6 +130,7 @@ class FolderExchange(VaryingExchange):
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer adds those that it has trained on
+        self.in_error = 0  # those of a message that was left out or refused
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The place of this worker's weights in the run, which `move_to` sets:
@@ -312,7 +313,7 @@ class FolderExchange(VaryingExchange):
         if not self.joined:  # it may know the record: `observe` has read it, or it had joined before it loaded a state
             raise RuntimeError(_NOT_JOINED)
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
-        note = _as_json("note", self.note, _MOST_NOTE)
+        note = _as_json("note", self.note() if callable(self.note) else self.note, _MOST_NOTE)
         theirs = self._reading
         total, wanted = (check_count(name, getattr(self, name), 0, (1 << 62) - 1) for name in ("total", "wanted"))
         if total and theirs and theirs.total != total:
@@ -432,10 +433,9 @@ class FolderExchange(VaryingExchange):
         gone = f"{log.manifest_name(number)} is gone from {self.store.address}; {_REMEDY}"
         return self.wait_for(partial(self.manifest, number), gone)
 
-    def note_outcome(self, outcome: FolderOutcome, sequences: int) -> None:
-        """Notes the end of a round for which this worker sent a message; `sequences`: that its error has lost by it."""
+    def note_outcome(self, outcome: FolderOutcome) -> None:
+        """Notes the end of a round for which this worker sent a message."""
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
-        self.unsent -= sequences
         self.worker = outcome.envelope.worker
         self.left_out = self.left_out + 1 if outcome.left_out else 0
         self._needed = (*self._needed[-1:], outcome.needed)
@@ -461,6 +461,8 @@ class FolderExchange(VaryingExchange):
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.misses > 8)
+        if self.role == "restored":  # `restore` sets that after its own call
+            self.role = "joining"
 
     # Its end
 

@@ -185,7 +185,6 @@ class FolderRounds(Rounds):
                 if saved.message is not None:
                     self._resume_round(saved.message, before, saved.in_message)
                 run.move_to(before, stops=False)
-            run.role = "joining"
         elif run.role == "outside":
             if self._number > 0:
                 raise SettingsError(
@@ -237,7 +236,7 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.replicator.follower.drop_steps()
         self.run.numbers_read.clear()  # whoever holds them reads them again
-        self.run.unsent = 0
+        self.run.unsent = self.run.in_error = 0
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -300,9 +299,7 @@ class FolderRounds(Rounds):
         """Ends a round whose outcome is known; DriftError if these weights are not the run's."""
         replicator, outcome = self.replicator, current.outcome
         assert isinstance(outcome, FolderOutcome)
-        # A message that is not listed stays in the error, unless it was not finite, and never there.
-        is_listed = outcome.row is not None
-        has_left = is_listed or not current.in_momentum
+        run, is_listed = self.run, outcome.row is not None
         with uninterrupted():  # so that `decided` is the manifest of the weights
             if outcome.moved_by == "messages":  # none if too few had sent
                 replicator.apply(messages)
@@ -310,9 +307,12 @@ class FolderRounds(Rounds):
             else:
                 replicator.mark_applied()
                 self._is_behind = outcome.moved_by == "checkpoint"  # `resync` sets it by itself
-            self.run.note_outcome(outcome, current.attached.sequences if has_left else 0)
+            if current.in_momentum:  # otherwise D was not finite: its local steps are dropped, the error is as before
+                run.in_error = 0 if is_listed else current.attached.sequences
+            run.unsent -= current.attached.sequences - run.in_error
+            run.note_outcome(outcome)
         if outcome.moved_by == "resync":
-            told = f"the weights of worker {self.run.worker} differ from those of {outcome.manifest.author}"
+            told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
             remedy = "Call resync(), which takes the run's newest weights"
             raise DriftError(outcome.manifest.round, [], told, remedy)
 
@@ -474,7 +474,7 @@ class FolderRounds(Rounds):
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:  # a gradient was not finite: those steps are dropped
-            unsent -= current.attached.sequences
+            unsent -= current.attached.sequences - run.in_error
         # Its weights may be of before the messages that it has sent, as after a fork.
         sent_from = max(run.sent_from, self._number if current is None else self._number + 1)
         sent_from = saved.sent_from if saved is not None else sent_from
@@ -489,4 +489,4 @@ class FolderRounds(Rounds):
         run, self._restored, self._is_behind = self.run, saved, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
         run.role = "restored" if saved else "outside"
-        run.numbers_read, run.unsent = ({*saved.read}, saved.unsent) if saved else (set(), 0)
+        run.numbers_read, run.unsent, run.in_error = ({*saved.read}, saved.unsent, 0) if saved else (set(), 0, 0)

@@ -144,6 +144,8 @@ class Worker(Training):
         self.optimizer: LocalDeMo = self.method.optimizer
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
+        run.note = self._note
+        self._loss = math.nan  # of the step that ends the round
         self.drawn = 0  # windows of this worker's stream
         self._step_sequences = 0  # of that step
         self._sequences = 0  # of all workers, in the rounds that the weights have
@@ -281,7 +283,8 @@ class Worker(Training):
         self.run.wanted = self.batch_of(self.run.worker) * self.config.sync_every * ahead
 
     def _finish_round(self, loss: float) -> Stats:
-        """Finishes the round, with this worker's numbers beside its message; returns its cost. `loss`: of the step."""
+        """Finishes the round; returns its cost. `loss`: of the step."""
+        self._loss = loss
         if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
             self.optimizer.flush()
             self._hear(loss)
@@ -289,11 +292,8 @@ class Worker(Training):
             # last steps: this worker has taken them, and with them it completes the run.
             if self.run.is_complete or (self.run.stopping and self.number != self.config.steps):
                 return self.optimizer.stats
-        self.run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self.run.unsent}
-        self.run.note |= {**self._validated, "speed": self.speed, "before": self._sequences}
         if self.config.top_k is None:
             self.optimizer.samples = min(max(1, self.run.unsent), (1 << 32) - 1)  # a small machine counts as that
-        # It may send again while it is left out. Each message has all that is unsent, so the note is right for any.
         self.optimizer.finish_round()
         self._hear(loss)
         stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
@@ -301,6 +301,13 @@ class Worker(Training):
             self.optimizer.flush()
             self._hear(loss)
         return self.optimizer.stats.after(stats) if self.run.leaving and in_flight else stats
+
+    def _note(self) -> Row:
+        """Returns this worker's numbers, for a message that is made now."""
+        self._count()
+        loss = self._loss if math.isfinite(self._loss) else None
+        counts = {"sequences": self.run.unsent, "before": self._sequences}
+        return {"loss": loss, **counts, **self._validated, "speed": self.speed}
 
     def _count(self) -> None:
         """Counts the sequences of all rounds that the weights have, and their tokens."""
