@@ -420,7 +420,8 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool, stops: bool = Fals
             check(workers, bare, forked=bare.forks > 0)
         bare.arrive()
         begun, bare.forking = [(worker, worker.rounds) for worker in workers], {}
-        for turn in range(400 if bare.forks else 120):  # all that live get on, or end where what they need is gone
+        # All that live get on, or end where what they need is gone. Six obey a wish within eight rounds of ten turns.
+        for turn in range(400 if bare.forks else 180 if stops else 120):
             if stops and turn in (0, 60):  # who joins after a wish does not obey it
                 carry_out("stop", 0, 1)
             for worker in workers:
@@ -459,6 +460,7 @@ def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(action
 @hypothesis.given(st.lists(GHOSTS, min_size=10, max_size=60), st.booleans())
 @hypothesis.settings(max_examples=max(40, hypothesis.settings.default.max_examples // 5))
 @hypothesis.example(actions_of("late 0 40, late 1 40, ghost 0 1, late 0 40, late 1 40"), False)
+@hypothesis.example(actions_of("kill 3 1, go 2 1, die 0 1, join 0 1, join 0 1, go 0 6, join 0 1, join 0 1"), False)
 def test_all_hear_a_wish_to_stop_while_they_wait_for_one_that_never_comes(actions, keep_log):
     at_once = (patch(f"demopt.runs.{module}.TOLD_AFTER", -1.0) for module in ("exchange", "open_round"))
     with next(at_once), next(at_once):  # time stands still

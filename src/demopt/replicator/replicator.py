@@ -648,11 +648,12 @@ class Replicator:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
         forgotten, self.round = self.round, None  # without a word to the follower, whose weights are restored, too
         self._await(forgotten)
-        self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
-        self.state.update(entries)
-        self.round_number = torch.zeros_like(self.round_number)  # a new one: entries of DeMo may hold the old one
-        self._wiring = None
-        self.wiring()  # makes buffers, and copies the entries into them
+        with uninterrupted():
+            self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
+            self.state.update(entries)
+            self.round_number = torch.zeros_like(self.round_number)  # a new one: entries of DeMo may hold the old one
+            self._wiring = None
+            self.wiring()  # makes buffers, and copies the entries into them
 
     def __getstate__(self) -> tuple[Any, ...]:
         self.require_idle("copying or pickling")
