@@ -254,6 +254,10 @@ def test_shared_in_another_thread_than_that_of_the_steps_warns_once():
 
     assert problems.warned(enter_elsewhere) == []  # before the first step
     problems.set_gradients(model.parameters(), 0)
+    trainer = threading.Thread(target=optimizer.step)
+    trainer.start()
+    trainer.join()
+    assert problems.warned(enter) == []  # of that thread, which has ended
     optimizer.step()
     assert problems.warned(enter) == []
     _assert_told(problems.warned(enter_elsewhere), "by another thread than that of the last step", "must wait")

@@ -158,7 +158,7 @@ class Mistakes:
     @contextmanager
     def unwatched(self, shared: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """The context of `shared`, in which models have no hook: torch.jit.script compiles none, and copies keep it."""
-        if self._thread not in (None, threading.get_ident()):
+        if self._thread in {each.ident for each in threading.enumerate()} - {threading.get_ident()}:  # it lives still
             self._optimizer.warn_once(
                 "thread",
                 "shared() was entered by another thread than that of the last step: the model then has other weights "
