@@ -302,7 +302,7 @@ BEGUN = "has rounds of a run whose object run is gone"
         (["rounds/00000003/manifest"], "is its disk mounted", *["rounds/00000003/manifest is gone"] * 3, 3),
         (["rounds/00000002/manifest"], None, None, None, "rounds/00000002/manifest is gone", 4),
         (["rounds/00000002/manifest", STATES[1]], None, *["rounds/00000002/manifest is gone"] * 3, 2),
-        (["run"], None, BEGUN, "holds no run", "holds no run", 4),
+        (["run"], None, BEGUN, BEGUN, BEGUN, 4),
         ([STATES[1]], None, None, None, None, 4),
         (STATES[:2], None, None, None, None, 4),
         (STATES, None, *["has no object start"] * 3, 4),

@@ -30,7 +30,7 @@ from demopt.runs.key import Keyed, read_key
 from demopt.runs.stop import STOP
 from demopt.runs.store import open_store
 from demopt.train.runs import worker
-from demopt.train.runs.command import status
+from demopt.train.runs.command import open_run, status
 from forked import LIMIT, wait_for
 
 SMALL = f"{forked.TINY} --warmup 3 --checkpoint-every 4 --keep-log --late 1".split()
@@ -413,6 +413,13 @@ def test_mistakes_are_told_in_one_line(machines, command, words, told, monkeypat
     data = [*machines.data, "--out", machines.place / "out"] if words[0] == "train" else []
     assert told in command(*given, *data, code=2)
     assert words[1] != "RUN" or not Path(machines.run).exists()
+
+
+def test_no_run_is_started_where_rounds_have_lost_theirs(tmp_path):
+    Worker(tmp_path, 0).round()
+    (tmp_path / "run").unlink()
+    with pytest.raises(ExchangeError, match="has rounds of a run whose object run is gone"):
+        open_run(str(tmp_path), None, patience=0.0)
 
 
 def test_status_that_is_shown_again_and_again_ends_once_nobody_reads_it(tmp_path, monkeypatch):

@@ -197,11 +197,19 @@ class FolderExchange(VaryingExchange):
 
     def find_run(self) -> Record:
         """Reads the record; ExchangeError if there is none. Who has found a run may join that one, and starts none."""
-        self._record = log.read_record(self.store)
+        self._record = self.read_record()
         if self._record is None:
             raise ExchangeError(f"{self.store.address} holds no run")
         self.wish.begin(self._record.identity)
         return self._record
+
+    def read_record(self) -> Record | None:
+        """Returns the record of the run in the store, or None. ExchangeError if a run's rounds are there without it."""
+        record = log.read_record(self.store)
+        if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
+            gone = f"{self.store.address} has rounds of a run whose object {RECORD} is gone"
+            record = self.wait_for(partial(log.read_record, self.store), gone)
+        return record
 
     def find_or_start(
         self, number: int, facts: dict[str, str], config_facts: Any, groups: list[Any], first: Callable[[], bytes]
@@ -211,10 +219,7 @@ class FolderExchange(VaryingExchange):
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
-        record, mine = log.read_record(self.store) if self._record is None else self.require_run(), ""
-        if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
-            gone = f"{self.store.address} has rounds of a run whose object {RECORD} is gone"
-            record = self.wait_for(partial(log.read_record, self.store), gone)
+        record, mine = self.read_record() if self._record is None else self.require_run(), ""
         if record is None:
             if number:
                 raise SettingsError(

@@ -57,7 +57,7 @@ TABLE = tuple(map(Failure._make, (
     # Folders
     ("LinkError", NEVER, "this file system has no hard links, which a run needs; use another disk or a bucket"),
     ("GoneError", PASSES, "the folder of the run is gone; is its disk mounted?"),
-    ("errno (ENOSPC|EDQUOT)", PASSES, "the disk is full; free some space"),
+    ("errno (ENOSPC|EDQUOT)", PASSES, "the disk is full; free some space or inodes"),
     ("errno EROFS", SETTINGS, "the disk is read-only; mount it for writing"),
     ("errno EFBIG", NEVER, "a file would be too long for this disk, or for the limit of ulimit -f"),
     ("errno (ENAMETOOLONG|EILSEQ)", NEVER, "this disk refuses a name that a run needs; use another one"),
@@ -106,7 +106,7 @@ def told(address: str) -> Iterator[None]:
         >>> with told("/mnt/run"):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        demopt.runs.failures.StoreError: /mnt/run: the disk is full; free some space (No space left on device)
+        demopt.runs.failures.StoreError: /mnt/run: the disk is full; free some space or inodes (No space left on device)
     """
     try:
         yield

@@ -147,7 +147,6 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
 
     `flags`: to start one instead.
     """
-    from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.store import full
 
@@ -161,7 +160,7 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
         raise
     except ValueError as error:
         raise InputError(str(error)) from None
-    if log.read_record(run.store) is None:
+    if run.read_record() is None:
         raise NoRunError(f"{address} holds no run; {start}")
     run.find_run()
     return run
