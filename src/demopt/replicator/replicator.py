@@ -120,7 +120,7 @@ class Round:
 
     @property
     def row(self) -> int | None:
-        """The row of this rank's message in the result; None: it was left out, where senders vary."""
+        """The row of this rank's message in the result; None: it is not listed, where senders vary."""
         return self.header.rank if self.outcome is None else self.outcome.row
 
     @property

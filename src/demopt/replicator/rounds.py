@@ -45,7 +45,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A decided round: this rank's row in its list of senders (None: it was left out), and their messages, checked."""
+    """A decided round: this rank's row in its list of senders (None: it is not listed), and their messages, checked."""
 
     row: int | None
     result: Result | None  # None: it was dropped, after the round

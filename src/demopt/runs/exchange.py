@@ -130,7 +130,7 @@ class FolderExchange(VaryingExchange):
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer adds those that it has trained on
-        self.in_error = 0  # those of a message that was left out or refused
+        self.in_error = 0  # those of a message that is not listed
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The place of this worker's weights in the run, which `move_to` sets:
@@ -144,7 +144,7 @@ class FolderExchange(VaryingExchange):
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self.sent_from = 0  # the first round that this worker has sent nothing in yet, nor in a later one
+        self.sent_from = 0  # the first round in which `put` has sent nothing yet, nor in a later one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
@@ -182,7 +182,7 @@ class FolderExchange(VaryingExchange):
 
     @property
     def row(self) -> int | None:
-        """The row of this worker's last message in its round; None: it was left out."""
+        """The row of this worker's last message in its round; None: it is not listed."""
         return None if self.last is None else self.last.row
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:

@@ -115,7 +115,7 @@ class OpenRound:
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:
-            result, moved_by = join_results(self._wiring, []), "checkpoint"
+            result, moved_by = join_results(self._wiring, []), "checkpoint"  # which comes instead
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
             moved_by = "resync"
         left_out = row is None and mine.worker not in manifest.refused
@@ -193,7 +193,7 @@ class OpenRound:
                 self.read_new(self.look, *([run.wish.hear] if now - put_at > TOLD_AFTER else []))
                 self._longest = max(self._longest, time.monotonic() - looked_at)
                 self.waited_for = missing
-            elif any(self.unread()):
+            elif any(self.unread()):  # after one more try, what cannot be read is none of these
                 awaited = log.expected(self._attached.decided, self.hellos)
                 # Without another look after those of others: a stranger may put more for ever.
                 self.read_new(*([self.look] if awaited.intersection(self.unread()[0]) else []))
@@ -311,7 +311,7 @@ def renamed(sent: Envelope) -> Envelope:
 
 
 def as_listed(sent: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]:
-    """Returns the row of a worker's own message in a manifest, None if it is left out; and it under the name there."""
+    """Returns the row of a worker's own message in a manifest, None if none; and it under the name there."""
     # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
     alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
     # An earlier attempt, or the process before this one, may have put it under its second name; it has the first here.
