@@ -211,8 +211,10 @@ def test_rates_of_a_scheduler_and_those_written_after_an_inner_optimizer_was_loa
     schedule.step()
     assert optimizer.inner[0].param_groups[0]["lr"] == 0.05
     optimizer.inner[0].load_state_dict(optimizer.inner[0].state_dict())
-    with pytest.raises(RuntimeError, match=r"are those of optimizer\.inner"):
+    with pytest.raises(RuntimeError, match="has lost parameters"):
         optimizer.param_groups = []
+    with pytest.raises(RuntimeError, match=r"are those of optimizer\.inner"):
+        LocalDeMo([torch.optim.SGD([each]) for each in problems.parameters([(3,), (4,)])]).param_groups = []
     optimizer.param_groups[0]["lr"] = 0.0
     with problems.unchanged(optimizer):
         train(optimizer, range(1, 2))

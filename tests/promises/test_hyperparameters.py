@@ -1,5 +1,6 @@
 """Hyper-parameters: unknown and impossible ones are refused by name; changes in param_groups and schedules work."""
 
+import copy
 from fractions import Fraction
 from functools import partial
 
@@ -254,3 +255,33 @@ def test_views_of_one_buffer_without_a_common_element_and_frozen_ones_train():
     parameters = [frozen, *(Parameter(columns[:, n : n + 2]) for n in (0, 2)), Parameter(columns[:, 4:])]
     assert len(DeMo(parameters).param_groups[0]["params"]) == 4
     assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 4
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_groups_that_a_script_replaces_train_as_if_it_had_changed_them(kind):
+    """Lightning's BaseFinetuning replaces them when it resumes."""
+    changed, replaced = (problems.optimizer_of(kind, problems.parameters([(4, 4)])) for _ in range(2))
+    for optimizer in (changed, replaced):
+        problems.train(optimizer, range(3))
+    changed.param_groups[0]["lr"] = 0.2
+    changed.add_param_group({"params": problems.parameters([(3,)]), "lr": 0.3})
+    first, second = changed.param_groups
+    replaced.param_groups = [{**first, "params": replaced.param_groups[0]["params"]}, copy.deepcopy(second)]
+    if kind == "DeMo":
+        replaced = copy.deepcopy(replaced)
+    for optimizer in (changed, replaced):
+        problems.train(optimizer, range(3, 8))
+    assert problems.saved(replaced.state_dict()) == problems.saved(changed.state_dict())
+    assert len(replaced.state_dict()["state"]) == 2
+    loaded = problems.optimizer_of(kind, problems.parameters([(4, 4)]))
+    problems.train(loaded, range(2))
+    loaded.param_groups = [{**first, "params": loaded.param_groups[0]["params"]}, copy.deepcopy(second)]
+    loaded.load_state_dict(changed.state_dict())
+    assert problems.saved(loaded.state_dict()) == problems.saved(changed.state_dict())
+
+    def repeat():
+        replaced.param_groups = [{**group, "params": 2 * group["params"]} for group in replaced.param_groups]
+        replaced.step()
+
+    with pytest.raises(ValueError, match="is twice in a parameter group"):
+        repeat()

@@ -216,8 +216,11 @@ class DeMo(ReplicatedOptimizer):
         return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
 
     def _follow_changes(self) -> None:
-        """Takes momenta that a script has put into `state`; those that it has dropped start at zero, as in torch."""
+        """Takes groups, and momenta in `state`, that a script has replaced; dropped ones start at zero, as in torch."""
         replicator = self.replicator
+        if replicator.round is None and replicator.groups is not self.param_groups:
+            check_parameters([p for group in self.param_groups for p in group["params"]])
+            replicator.groups = self.param_groups
 
         def is_whole() -> bool:
             mine = (
@@ -258,6 +261,7 @@ class DeMo(ReplicatedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._rounds.settle()
+        self._follow_changes()
         return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

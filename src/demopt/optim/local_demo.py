@@ -549,10 +549,19 @@ class LocalDeMo(ReplicatedOptimizer):
         return self._inner.groups
 
     @param_groups.setter
-    def param_groups(self, _: object) -> None:
-        """From torch's constructor, which would begin with none; later it is refused."""
-        if hasattr(self, "replicator"):
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """From torch's constructor, which would begin with none; later they are the inner optimizer's, if one."""
+        if not hasattr(self, "replicator"):
+            return
+        self._before_change("param_groups")
+        if len(self.inner) > 1:
             raise RuntimeError("the groups of a LocalDeMo are those of optimizer.inner: change what is in them")
+        before, self.inner[0].param_groups = self.inner[0].param_groups, groups
+        try:
+            self._parameters()
+        except BaseException:
+            self.inner[0].param_groups = before
+            raise
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
