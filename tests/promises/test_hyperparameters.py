@@ -247,6 +247,12 @@ def test_parameters_that_share_memory_are_refused_in_one_group_in_two_and_in_two
         with pytest.raises(ValueError, match=told):
             optimizer.add_param_group({"params": parameters[1:]})
         assert len(optimizer.param_groups) == 1
+    for make in (DeMo, lambda given: LocalDeMo(sgd(given))):
+        embedding, head = problems.parameters([(3, 4), (3, 4)])
+        optimizer = make([embedding, head])
+        head.data = embedding.data  # before the first step
+        with pytest.raises(ValueError, match=told):
+            optimizer.step()
 
 
 def test_views_of_one_buffer_without_a_common_element_and_frozen_ones_train():
