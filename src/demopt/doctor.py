@@ -169,7 +169,9 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
         store.set("present", json.dumps({peer: json.loads(store.get(peer)) for peer in peers if store.check([peer])}))
     hellos: dict[str, Any] = json.loads(_wait_for(store, "present", wait + TURN_SECONDS))
     pairs = [
-        Pair(me, peer, fault="it did not come: start the same command there") for peer in peers if peer not in hellos
+        Pair(me, peer, fault="it did not come: start the same command there, with --peers in this order")
+        for peer in peers
+        if peer not in hellos
     ]
     for one, other in combinations(hellos, 2):
         key = f"{one}-{other}"

@@ -60,7 +60,7 @@ def test_machine_that_does_not_answer_is_named(absent, monkeypatch):
     if absent == MACHINES[0]:
         wait, told, others = 1, "demopt doctor does not run there, or a firewall", {}
     else:
-        wait, told, others = 100, "it did not come", dict.fromkeys([(*present,), (*reversed(present),)], "")
+        wait, told, others = 100, "with --peers in this order", dict.fromkeys([(*present,), (*reversed(present),)], "")
     for me, rows in zip(present, everywhere(present, wait), strict=True):
         faults = {(pair.source, pair.target): pair.fault for pair in rows}
         assert told in faults.pop((me, absent))
