@@ -266,6 +266,16 @@ def test_other_parameters_that_begin_to_train_on_one_rank_are_named(exchange, at
         problems.fingerprints(optimizer, range(4), exchange.rank, thaw)
 
 
+@ranks.alike(2)
+def test_parameters_that_one_rank_alone_has_frozen_are_named(exchange):
+    """Not the next one, which is at their place among those that train."""
+    first, second = problems.parameters([(4, 4), (3,)])
+    first.requires_grad_(exchange.rank == 0)
+    optimizer = LocalDeMo(problems.SGD([first, second]), process_group=exchange)
+    with pytest.raises(SettingsError, match=r"frozen parameters of param_groups\[0\] = \[0\] where rank 0 has \[\]"):
+        problems.fingerprints(optimizer, range(1), exchange.rank)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @ranks.alike(2)
 def test_group_that_is_added_between_two_rounds_trains_from_then_on(exchange, delay):

@@ -528,8 +528,8 @@ class LocalDeMo(ReplicatedOptimizer):
         in_step, known = self._rounds.in_step, self._weights.global_of
         shared = {"sync_every": str(self.sync_every), **self._inner.facts(None if in_step else _SCHEDULED)}
         for number, group in enumerate(self.param_groups if in_step else ()):  # a folder's record has their weights
-            if frozen := [place for place, parameter in enumerate(group["params"]) if parameter not in known]:
-                shared[f"frozen parameters of param_groups[{number}]"] = str(frozen)
+            frozen = [place for place, parameter in enumerate(group["params"]) if parameter not in known]
+            shared[f"frozen parameters of param_groups[{number}]"] = str(frozen)
         return tuple(shared.items())
 
     def _before_change(self, wanted: str) -> None:
