@@ -282,6 +282,22 @@ def test_interrupt_while_a_new_wiring_takes_the_state_leaves_the_momentum(monkey
     assert {*parameter.tolist()} == {-0.25}
 
 
+@pytest.mark.parametrize("make", [problems.demo, problems.local])
+def test_group_whose_addition_is_interrupted_anywhere_is_there_or_not(make):
+    def interrupted(at):
+        optimizer = make(SingleRank())
+        problems.fingerprints(optimizer, range(2))
+        with CtrlC(at) as ctrl_c:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(20, 20))]})
+        problems.fingerprints(optimizer, range(2, 4))
+        assert len(optimizer.state_dict()["state"]) == len(problems.all_parameters(optimizer)), at
+        return ctrl_c.lines
+
+    lines = interrupted(float("inf"))
+    for at in random.Random(0).sample(range(lines // 2, lines), 30):
+        interrupted(at)
+
+
 @pytest.mark.parametrize("kind", ["demo", "local", "folder"])
 def test_loading_that_is_interrupted_anywhere_has_loaded_all_or_nothing(kind):
     adam = lambda parameters: torch.optim.AdamW(parameters, 0.1)  # noqa: E731

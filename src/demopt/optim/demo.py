@@ -201,14 +201,15 @@ class DeMo(ReplicatedOptimizer):
         check_names(param_group)
         _settings_of({**self.defaults, **param_group})
         self._all_states = None
-        super().add_param_group(plain(param_group))
-        try:
-            check_parameters([p for group in self.param_groups for p in group["params"]])
-            if hasattr(self, "replicator"):  # not yet while torch's constructor adds the first groups
-                self.replicator.wiring()
-        except BaseException:
-            del self.param_groups[-1]
-            raise
+        with uninterrupted():  # otherwise the state of its parameters would stay without the group
+            super().add_param_group(plain(param_group))
+            try:
+                check_parameters([p for group in self.param_groups for p in group["params"]])
+                if hasattr(self, "replicator"):  # not yet while torch's constructor adds the first groups
+                    self.replicator.wiring()
+            except BaseException:
+                del self.param_groups[-1]
+                raise
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
