@@ -19,7 +19,7 @@ from demopt.exchange import SingleRank
 from demopt.runs import checkpoints, log
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.open_round import CoveredError
-from demopt.runs.store import ObjectStore, StoreError
+from demopt.runs.store import RECORD, ObjectStore, StoreError
 from demopt.train.runs.status import progress, status_of
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -135,6 +135,15 @@ def test_checkpoint_of_dcp_has_what_a_state_knows_of_the_run(store, tmp_path):
     for finds in (lambda: None, again.run.find_run):  # the state has it until this worker joins
         finds()
         assert again.state()["folder"] == first.state()["folder"]
+
+
+def test_record_that_was_deleted_is_back_with_the_next_checkpoint(store):
+    first = Worker(store, 0, checkpoint_every=2).round()
+    record = store.get(RECORD, 1 << 20)
+    store.delete([RECORD])
+    first.round()
+    assert store.get(RECORD, 1 << 20) == record
+    assert Worker(store, 1).join().digest == first.digest
 
 
 def test_state_of_another_run_or_a_damaged_one_is_refused(store):

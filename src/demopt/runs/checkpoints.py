@@ -50,6 +50,7 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*rounded]}, [*rounded.values()])
 
     def write() -> None:
+        log.put_record(run.store, run.record)  # if somebody has deleted it: without it no worker can join
         name = log.checkpoint_name(run.record, number)
         if run.store.put_if_absent(name, data):
             if moments:
