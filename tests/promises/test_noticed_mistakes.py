@@ -5,7 +5,6 @@ import copy
 import functools
 import math
 import re
-import threading
 import warnings
 
 import pytest
@@ -235,32 +234,6 @@ def test_evaluation_between_rounds_outside_of_shared_warns_once(how):
 def test_evaluation_that_is_no_mistake_warns_of_nothing(how):
     """Nor right after a round, nor of one rank."""
     assert _told(_evaluated, how, 3) == _told(_evaluated, "plain", 4) == ranks.run(_evaluated, 1, "plain", 3)[0] == []
-
-
-def test_shared_in_another_thread_than_that_of_the_steps_warns_once():
-    """A thread that saves while another trains changes the weights under its forward and backward passes."""
-    model = Layers()
-    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
-
-    def enter():
-        with optimizer.shared():
-            pass
-
-    def enter_elsewhere():
-        for _ in range(2):
-            thread = threading.Thread(target=enter)
-            thread.start()
-            thread.join()
-
-    assert problems.warned(enter_elsewhere) == []  # before the first step
-    problems.set_gradients(model.parameters(), 0)
-    trainer = threading.Thread(target=optimizer.step)
-    trainer.start()
-    trainer.join()
-    assert problems.warned(enter) == []  # of that thread, which has ended
-    optimizer.step()
-    assert problems.warned(enter) == []
-    _assert_told(problems.warned(enter_elsewhere), "by another thread than that of the last step", "must wait")
 
 
 @ranks.each(2)

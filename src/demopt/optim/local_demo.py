@@ -636,7 +636,7 @@ class LocalDeMo(ReplicatedOptimizer):
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
-        self.replicator.let_travel()
+        self.replicator.let_travel()  # here, where a signal ends the wait
         with uninterrupted():
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})

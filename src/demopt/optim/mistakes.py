@@ -150,7 +150,6 @@ class Mistakes:
         self._alone = 0  # rounds in a row
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._steps = 0  # local steps
-        self._thread: int | None = None  # of the last local step
         self._watched: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []  # models, and the hook of each
 
     def watch(self, model: nn.Module) -> None:
@@ -161,14 +160,6 @@ class Mistakes:
     @contextmanager
     def unwatched(self, shared: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """The context of `shared`, in which models have no hook: torch.jit.script compiles none, and copies keep it."""
-        if self._thread in {each.ident for each in threading.enumerate()} - {threading.get_ident()}:  # it lives still
-            self._optimizer.warn_once(
-                "thread",
-                "shared() was entered by another thread than that of the last step: the model then has other weights "
-                "for both, so the training thread must wait meanwhile, or its passes are wrong. "
-                "Copy the weights inside shared() in the training thread, and let another evaluate or save these",
-                here=True,
-            )
         watched, self._watched = self._watched, []
         for _, hook in watched:
             hook.remove()
@@ -213,7 +204,6 @@ class Mistakes:
         if collectives is not None and self.collectives() > collectives:
             self._optimizer.warn_once("communicates", f"the step of {inner.classes} {_COMMUNICATES}")
         self._steps += 1
-        self._thread = threading.get_ident()
         if self._steps <= _LOOKED_AT and (copy := inner.copy_of_weights()):
             self._optimizer.warn_once("copy", f"{copy}, {NOT_MOVED}")
 

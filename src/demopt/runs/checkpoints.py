@@ -79,7 +79,7 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     gone = [log.moments_name(each) for each in old]
     try:
         if not run.record.keep_log:
-            # Without the run's first regular checkpoint: who deleted that has deleted all rounds before the next one.
+            # Who has written the second regular one that is there has deleted all rounds before the first.
             cleared = regular[0] if last > regular[0] > run.record.checkpoint_every else 0
             gone += log.pieces(run.store, range(max(run.cleared, cleared), last))
             gone += [log.checkpoint_name(run.record, each) for each in old]

@@ -63,6 +63,7 @@ class SavedWorker:
     sent_from: int  # the first round in which a message of this worker would be later than the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # sequences in the message
+    in_error: int = 0  # those of a message that was not listed; of an early 0.3.0 unknown
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -73,7 +74,7 @@ class SavedWorker:
             packed, run = entry["message"], entry["run"]
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
             found = SavedWorker(**{**entry, "message": message})
-            counts = found.sent_from, found.unsent, found.in_message, *found.read
+            counts = found.sent_from, found.unsent, found.in_message, found.in_error, *found.read
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(found.worker) and isinstance(found.before, str)
             if not (named and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)):
                 raise TypeError
@@ -475,10 +476,11 @@ class FolderRounds(Rounds):
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:  # a gradient was not finite: those steps are dropped
             unsent -= current.attached.sequences - run.in_error
-        # Its weights may be of before the messages that it has sent, as after a fork.
-        sent_from = max(run.sent_from, self._number if current is None else self._number + 1)
-        sent_from = saved.sent_from if saved is not None else sent_from
-        numbers = sorted(run.unsent_reads), sent_from, unsent, in_message
+        if saved is not None:  # what it has sent since the state is dropped at the end of `join`
+            sent_from = saved.sent_from
+        else:  # its weights may be of before the messages that it has sent, as after a fork
+            sent_from = max(run.sent_from, self._number if current is None else self._number + 1)
+        numbers = sorted(run.unsent_reads), sent_from, unsent, in_message, run.in_error
         return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
@@ -489,4 +491,5 @@ class FolderRounds(Rounds):
         run, self._restored, self._is_behind = self.run, saved, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
         run.role = "restored" if saved else "outside"
-        run.numbers_read, run.unsent, run.in_error = ({*saved.read}, saved.unsent, 0) if saved else (set(), 0, 0)
+        run.numbers_read = {*saved.read} if saved else set()
+        run.unsent, run.in_error = (saved.unsent, saved.in_error) if saved else (0, 0)
