@@ -247,20 +247,15 @@ def test_parameters_that_share_memory_are_refused_in_one_group_in_two_and_in_two
         with pytest.raises(ValueError, match=told):
             optimizer.add_param_group({"params": parameters[1:]})
         assert len(optimizer.param_groups) == 1
-    for make in (DeMo, lambda given: LocalDeMo(sgd(given))):
-        embedding, head = problems.parameters([(3, 4), (3, 4)])
-        optimizer = make([embedding, head])
-        head.data = embedding.data  # before the first step
-        with pytest.raises(ValueError, match=told):
-            optimizer.step()
 
 
-def test_views_of_one_buffer_without_a_common_element_and_frozen_ones_train():
+def test_views_of_one_buffer_without_a_common_element_frozen_ones_and_those_tied_by_their_data_train():
     columns = BUFFER.clone().view(3, 4)
     frozen = Parameter(columns, requires_grad=False)
-    parameters = [frozen, *(Parameter(columns[:, n : n + 2]) for n in (0, 2)), Parameter(columns[:, 4:])]
-    assert len(DeMo(parameters).param_groups[0]["params"]) == 4
-    assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 4
+    tied = [Parameter(columns[:, :2]), Parameter(columns[:, :2])]
+    parameters = [frozen, *tied, Parameter(columns[:, 2:4]), Parameter(columns[:, 4:])]
+    assert len(DeMo(parameters).param_groups[0]["params"]) == 5
+    assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 5
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])

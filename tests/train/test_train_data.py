@@ -145,7 +145,8 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     assert corpus.vocab_size == 400
     assert 1.3 < corpus.bytes_per_token < 5
     assert len(load_tokenizer(config.tokenizer)) == 400
-    latin = text / "z.txt"
+    latin = tmp_path / "z.txt"
+    config = replace(config, data=[str(text), str(latin)])
     latin.write_bytes(b"all in order, then " + "ein Müller".encode("latin-1"))
     with pytest.raises(InputError, match=r"z\.txt: byte 24 of it \(0xfc\) is not UTF-8, .*; write it as UTF-8"):
         data.load_corpus(config)

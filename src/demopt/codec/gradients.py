@@ -128,7 +128,10 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
 
 
 def check_apart(parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError if two parameters that train share an element, as views of one buffer may."""
+    """Raises ValueError if two parameters that train share an element, as views of one buffer may.
+
+    Not if they are the same view, as of weights that are tied by their data: these move together.
+    """
     placed = []
     for parameter in parameters:
         local = to_local(parameter.detach())
@@ -142,6 +145,8 @@ def check_apart(parameters: Iterable[Tensor]) -> None:
         near = [each for each in placed[begin:number] if each[0] == device and each[2] > first]
         begin = begin if near else number
         for _, start, other_end, other in near:  # their spans overlap, as also those of a buffer's columns do
+            if other.dtype == local.dtype and other.is_set_to(local):
+                continue
             marked = torch.zeros(max(end, other_end) - start, dtype=torch.bool)
             _bytes_of(other, marked, 0).fill_(True)
             if bool(_bytes_of(local, marked, first - start).any()):

@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from demopt.codec.gradients import check_apart
 from demopt.exchange.process_group import collectives_between, resolve
 from demopt.optim.local_weights import TO_REPLACE
 from demopt.validation import warn
@@ -63,17 +62,15 @@ def note_optimizer(optimizer: Any) -> None:
 
 def look_at_models(optimizer: Any) -> None:
     """The checks of an optimizer's first step, most of them by the rank that speaks."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.is_meta for p in parameters):
+    if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
         raise ValueError("the optimizer has parameters on the meta device: build it after model.to_empty()")
-    check_apart(parameters)  # again: `head.weight.data = embedding.weight.data` may have come since
     session = optimizer.replicator.session
     if session.exchange.world_size == 1 or not session.exchange.speaks:
         return
     with _change:
         optimizers = list(_all)
     kept = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    mine, told = {*map(id, parameters)}, False
+    mine, told = {id(p) for group in optimizer.param_groups for p in group["params"]}, False
     for model in [each for each in _models if any(id(p) in mine for p in each.parameters())]:
         _warn_of_statistics(model)
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
