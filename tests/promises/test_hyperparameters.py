@@ -254,8 +254,10 @@ def test_views_of_one_buffer_without_a_common_element_frozen_ones_and_those_tied
     frozen = Parameter(columns, requires_grad=False)
     tied = [Parameter(columns[:, :2]), Parameter(columns[:, :2])]
     parameters = [frozen, *tied, Parameter(columns[:, 2:4]), Parameter(columns[:, 4:])]
-    assert len(DeMo(parameters).param_groups[0]["params"]) == 5
-    assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 5
+    for device in ("cpu", "meta"):
+        with torch.device(device):  # of what a program makes from here on
+            assert len(DeMo(parameters).param_groups[0]["params"]) == 5
+            assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 5
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])

@@ -99,7 +99,7 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
 def check_parameters(parameters: Collection[Tensor]) -> None:
     """Raises TypeError unless all are dense, and what trains real floats; ValueError if one is lazy, expanded or twice.
 
-    ValueError, too, if only some are on the meta device, or two that train share memory.
+    ValueError, too, if only some are on the meta device, or two that train share a part of their memory.
     """
     seen: set[int] = set()
     for parameter in parameters:
@@ -147,7 +147,7 @@ def check_apart(parameters: Iterable[Tensor]) -> None:
         for _, start, other_end, other in near:  # their spans overlap, as also those of a buffer's columns do
             if other.dtype == local.dtype and other.is_set_to(local):
                 continue
-            marked = torch.zeros(max(end, other_end) - start, dtype=torch.bool)
+            marked = torch.zeros(max(end, other_end) - start, dtype=torch.bool, device="cpu")
             _bytes_of(other, marked, 0).fill_(True)
             if bool(_bytes_of(local, marked, first - start).any()):
                 shapes = f"{list(other.shape)} and {list(local.shape)}"

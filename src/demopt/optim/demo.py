@@ -107,6 +107,7 @@ class DeMo(ReplicatedOptimizer):
         }  # fmt: skip
         _settings_of(defaults)
         super().__init__(params, plain(defaults))
+        check_parameters([p for group in self.param_groups for p in group["params"]])
         _refuse_folder(process_group)
         options = Options("auto", fingerprint_every, codec.kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
@@ -203,10 +204,13 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         with uninterrupted():  # otherwise the state of its parameters would stay without the group
             super().add_param_group(plain(param_group))
+            if not hasattr(
+                self, "replicator"
+            ):  # while torch's constructor adds the first ones: ours checks them at once
+                return
             try:
                 check_parameters([p for group in self.param_groups for p in group["params"]])
-                if hasattr(self, "replicator"):  # not yet while torch's constructor adds the first groups
-                    self.replicator.wiring()
+                self.replicator.wiring()
             except BaseException:
                 del self.param_groups[-1]
                 raise

@@ -529,6 +529,7 @@ class LocalDeMo(ReplicatedOptimizer):
         shared = {"sync_every": str(self.sync_every), **self._inner.facts(None if in_step else _SCHEDULED)}
         for number, group in enumerate(self.param_groups if in_step else ()):  # a folder's record has their weights
             frozen = [place for place, parameter in enumerate(group["params"]) if parameter not in known]
+            # Also of none: where one rank alone has frozen some, the difference is told by this name.
             shared[f"frozen parameters of param_groups[{number}]"] = str(frozen)
         return tuple(shared.items())
 
@@ -550,7 +551,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """From torch's constructor, which would begin with none; later they are the inner optimizer's, if one."""
+        """From torch's constructor, which would begin with none; later they become those of the inner optimizer."""
         if not hasattr(self, "replicator"):
             return
         self._before_change("param_groups")

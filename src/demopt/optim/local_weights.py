@@ -16,8 +16,8 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | of others, with local steps in between | moved | global - D | as before | not sent yet |
 
 "So is start": the next pseudo-gradient counts from the local weights of that moment, otherwise from the global ones.
-`follow` has a case per stage: rounds that are covered or have drifted are applied there, before the weights come. The
-last row is `moved_by_others`.
+`follow` moves them. Rounds that are covered or have drifted are applied there, before the weights come. The last row is
+`moved_by_others`.
 
 Global weights and start are beside each local weight, or all on the CPU (`state_device`). Then an accelerator runs
 nothing but copies of its local weights, to the host and back.
