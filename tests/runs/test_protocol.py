@@ -421,7 +421,8 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool, stops: bool = Fals
         bare.arrive()
         begun, bare.forking = [(worker, worker.rounds) for worker in workers], {}
         # All that live get on, or end where what they need is gone. Six obey a wish within eight rounds of ten turns.
-        for turn in range(400 if bare.forks else 180 if stops else 120):
+        are_six = stops and sum(worker.alive for worker in workers) == 6
+        for turn in range(400 if bare.forks else 180 if are_six else 120):
             if stops and turn in (0, 60):  # who joins after a wish does not obey it
                 carry_out("stop", 0, 1)
             for worker in workers:
