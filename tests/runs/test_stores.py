@@ -14,10 +14,10 @@ import servers
 import stores
 from servers import small_s3
 
+import seaweed
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.key import Keyed, read_key
 from demopt.runs.store import ObjectStore, Patient, StoreError, open_store
-from laboratory import seaweed
 
 KEY = bytes(range(32))
 
@@ -210,4 +210,4 @@ def test_bucket_of_a_server_that_has_ended_is_not_waited_for():
     with subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"]) as server:
         server.wait()
         with pytest.raises(RuntimeError, match=r"the server at 127\.0\.0\.1:\d+ has ended, with exit code 3"):
-            seaweed.make_bucket("127.0.0.1", *seaweed.ports(1), server)
+            seaweed.make_bucket(*seaweed.ports(1), server)
