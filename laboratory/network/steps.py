@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import demopt
 from demopt.exchange import Collective
-from laboratory.compare.methods.averaged import MAKERS
+from laboratory.compare.methods.averaged import maker_of
 from laboratory.compare.methods.muloco import BITS, ERROR_DECAY, quantise
 from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES, Entry
@@ -107,10 +107,11 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     """Sets a method up on this rank."""
     settings = dict(entry.settings)
     if entry.method == "demo":
+        settings.pop("route")  # of studies from the time when DeMo had several
         optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **settings)
         return RankMethod(model, [optimizer])
     name = settings.pop("inner", "muon" if entry.method == "muloco" else entry.method)
-    inner = MAKERS[name](**{key: settings.pop(key) for key in ("momentum",) if key in settings})(model)
+    inner = maker_of(name, settings)(model)
     Rates(inner).set(RATE)
     if entry.method == "muloco":
         return RankMethod(model, [QuantisedRank(model, inner, group, settings)], settings["every"])

@@ -113,6 +113,15 @@ def test_muloco_of_the_race_on_links_gives_the_weights_of_the_simulated_one(rank
     close(model.weight, matrix.weight)
 
 
+@pytest.mark.parametrize("name", steps.ENTRIES)
+@ranks.each(1)
+def test_every_entry_of_the_race_on_links_trains_on_a_rank(name):
+    model = network()
+    method, before = steps.make(steps.ENTRIES[name], model, None), bits_of(model)
+    method.step(lambda forward: forward(torch.ones(2, 24)).square().mean().backward(), clip=1.0)
+    assert bits_of(model) != before
+
+
 def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_wide():
     values = torch.tensor([-3.0, -1.0, -0.2, 0.0, 0.1, 1.1, 3.0])
     place = ((values - values.mean()) / (1.5 * values.std()) + 2).round().clamp(0, 3)

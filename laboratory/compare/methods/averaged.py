@@ -1,6 +1,7 @@
 """torch's optimizers on averaged gradients, as DistributedDataParallel runs them, and makers of the same optimizers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,3 +55,9 @@ def adamw_maker(weight_decay: float = 0.1) -> Maker:
 
 #: The optimizers: of the mean gradient in data-parallel training, or of a worker's in local steps.
 MAKERS: dict[str, Callable[..., Maker]] = {"muon": muon_maker, "adamw": adamw_maker}
+
+
+def maker_of(name: str, settings: dict[str, Any]) -> Maker:
+    """Returns the maker of a name, with its own of a method's settings, which leave these."""
+    own = ("momentum", "weight_decay", "beta2")
+    return MAKERS[name](**{each: settings.pop(each) for each in own if each in settings})

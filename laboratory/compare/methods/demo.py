@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from laboratory.compare.methods.averaged import MAKERS, adamw_maker
+from laboratory.compare.methods.averaged import adamw_maker, maker_of
 from laboratory.simulation.local_demo import LocalDeMoWorkers
 from laboratory.simulation.workers import SimulatedWorkers
 
@@ -14,8 +14,7 @@ def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> Lo
         >>> import torch
         >>> local(SimulatedWorkers(torch.nn.Linear(8, 2), world_size=2), sync_every=3).close()
     """
-    inner_settings = {name: settings.pop(name) for name in ("momentum", "weight_decay", "beta2") if name in settings}
-    return LocalDeMoWorkers(workers, MAKERS[inner](**inner_settings), **settings)
+    return LocalDeMoWorkers(workers, maker_of(inner, settings), **settings)
 
 
 def sparseloco(
