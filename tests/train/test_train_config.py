@@ -138,6 +138,7 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, kind, f
         (["--steps", "0"], "--steps is 0; it must be greater than or equal to 1"),
         (["--lr", "nan"], "--lr is nan; it must be a finite number"),
         (["--layers", "1000000000"], "--layers is 1000000000; it must be less than or equal to 10000"),
+        (["--workers", f"1{'0' * 400}"], "it must be less than or equal to 1000000000000"),
         (["--run", "a\udcff"], r"--run is 'a\udcff': not utf-8"),
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
         (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo' or 'adamw'"),

@@ -165,6 +165,7 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
         ("chats.ndjson", b'{"text": "a"}\n{"text": "b"}', "into a file whose name ends in .jsonl"),
         ("short.txt", b"only a few words", "part has"),
         ("bad.npy", b"not numpy", "not a token file"),
+        ("archive.npy", {"one": np.arange(1000)}, "not a token file"),
         ("float.npy", np.zeros(1000), "wanted one row of integers, got float64 of shape"),
         ("negative.npy", np.array([-1, 3] * 400), "holds numbers from -1 to 3; tokens go from 0 to"),
         ("zeros.bin", bytes(9999 * 2), "all of its tokens are 0"),
@@ -174,7 +175,11 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
 )
 def test_load_corpus_refuses_bad_data(tmp_path, name, content, told):
     place = tmp_path / name
-    place.write_bytes(content) if isinstance(content, bytes) else np.save(place, content)
+    if isinstance(content, dict):
+        np.savez(tmp_path / "archive.npz", **content)
+        (tmp_path / "archive.npz").rename(place)
+    else:
+        place.write_bytes(content) if isinstance(content, bytes) else np.save(place, content)
     with pytest.raises(InputError, match=told):
         data.load_corpus(replace(CONFIG, data=[str(place)]))
 

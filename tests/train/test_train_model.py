@@ -116,6 +116,7 @@ WEIGHTS, SHARDS = "model.safetensors", [f"model-0000{number}-of-00002.safetensor
 INDEX = {"metadata": {}, "weight_map": dict(zip("ab", SHARDS, strict=True))}
 CODE = {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}
 BASE = {"base_model_name_or_path": "far/away"}
+NO_NUMBER = "the vocabulary or length in its config.json is no number of tokens"
 PICKLE = "its weights are in pytorch_model.bin, which can run code; only safetensors are read"
 
 
@@ -130,6 +131,9 @@ PICKLE = "its weights are in pytorch_model.bin, which can run code; only safeten
         ((), {WEIGHTS: {}}, "transformers cannot load it: "),
         ((), {"config.json": {"num_hidden_layers": 2}}, "its files lack 9 of the tensors, such as model.layers.1.inp"),
         ((), {"config.json": CODE}, "transformers cannot load it: "),
+        ((), {"config.json": {"text_config": [1]}}, NO_NUMBER),
+        ((), {"config.json": {"max_position_embeddings": "512"}}, NO_NUMBER),
+        ((), {"config.json": {"vocab_size": 1}}, NO_NUMBER),
         ((), {"adapter_config.json": BASE}, "holds adapters of far/away; give that folder, or one with them merged"),
     ],
 )
@@ -225,8 +229,14 @@ def test_lines_that_are_no_text_and_no_conversation_are_named(lines, told, base,
 
 
 def test_lines_of_text_are_documents(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n{"text": "t\\u00e9"}\n')
-    assert [*data.documents(tmp_path / "x.jsonl")] == [b"one", "té".encode()]
+    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n{"text": "t\\u00e9"}\n{"text": "half \\ud83d"}\n')
+    assert [*data.documents(tmp_path / "x.jsonl")] == [b"one", "té".encode(), b"half ?"]
+
+
+def test_half_a_letter_in_a_conversation_is_read_as_in_a_text(base):
+    tokenizer = load_tokenizer(str(base))
+    whole, half = (data.parse([{"role": "assistant", "content": text}]) for text in ("a ?", "a \ud83d"))
+    assert np.array_equal(data.encode_chats([half], tokenizer, 100)[0], data.encode_chats([whole], tokenizer, 100)[0])
 
 
 def test_template_that_refuses_a_conversation_or_is_missing_is_told(base, chats, tmp_path):

@@ -150,7 +150,7 @@ class TrainConfig:
     outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
 
-    workers: int = machine(1, "Workers on this machine; torchrun's number wins.", ge=1, free=True)
+    workers: int = machine(1, "Workers on this machine; torchrun's number wins.", ge=1, le=10**12, free=True)
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = machine(
         "auto", "auto: cuda where it is, else cpu.", free=True
     )
@@ -347,9 +347,15 @@ def shape_of(folder: str) -> Given:
         what = "has no config.json" if place.parent.is_dir() else "is no folder here; nothing is downloaded"
         raise InputError(f"--model {folder}: {what}")
     about = read_file(place)
-    about = about.get("text_config") or about
-    longest = about.get("max_position_embeddings") or about.get("n_positions") or TUNING_SEQUENCE
-    return {"vocab_size": about.get("vocab_size"), "sequence": min(TUNING_SEQUENCE, longest)}
+    try:
+        about = about.get("text_config") or about
+        longest = about.get("max_position_embeddings") or about.get("n_positions") or TUNING_SEQUENCE
+        found = config_of({"vocab_size": about.get("vocab_size"), "sequence": min(TUNING_SEQUENCE, longest)})
+    except (AttributeError, TypeError, InputError):
+        raise InputError(
+            f"--model {folder}: the vocabulary or length in its config.json is no number of tokens"
+        ) from None
+    return {"vocab_size": found.vocab_size, "sequence": found.sequence}
 
 
 def resolve(config: TrainConfig) -> TrainConfig:

@@ -388,7 +388,8 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, T
 def _map_tokens(file: Path) -> tuple[NDArray[Any], int]:
     """Returns the tokens in a file, memory-mapped, and the largest one."""
     try:
-        row: NDArray[Any] = np.load(file, mmap_mode="r") if file.suffix == ".npy" else np.memmap(file, np.uint16, "r")
+        # not `np.load`, which opens a zip archive of several arrays, too
+        row: Any = np.lib.format.open_memmap(file, "r") if file.suffix == ".npy" else np.memmap(file, np.uint16, "r")
     except Exception as error:  # numpy evaluates the header of a damaged file, which can fail in any way
         raise InputError(f"--data {file}: not a token file: {first_line(error)}") from None
     if row.ndim != 1 or row.dtype.kind not in "iu":
@@ -470,7 +471,8 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[st
         if not count:
             return ""
         try:
-            return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask))
+            found = str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask))
+            return found.encode("utf-8", "replace").decode()  # JSON may have half a letter, which no tokenizer takes
         except Exception as error:  # a template is a program
             told = f"refuses the conversation that begins {messages[0]}: {first_line(error)}"
             raise InputError(f"--data: the tokenizer's chat template {told}") from None
