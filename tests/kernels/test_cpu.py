@@ -49,7 +49,7 @@ class _Scene:
         self.bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
         self.integer_bases = exact.integer_basis(name, r), exact.integer_basis(name, c)
         self.unit = exact.basis_unit(name, r) * exact.basis_unit(name, c)
-        self.kernel = Kernel([whole] * count, self.bases, self.integer_bases, self.unit, keep)
+        self.kernel = Kernel([whole] * count, name, keep)
 
     def accumulated(self, momentum, tensors):
         chunks, expected = torch.zeros(self.chunks), momentum.clone()

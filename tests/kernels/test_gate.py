@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import demopt
 import problems
-from demopt.core import transform
 from demopt.core.chunking import chunking
 from demopt.exchange import SingleRank
 from demopt.kernels import bits, step
@@ -70,8 +69,7 @@ def _signs(ranks=2):
 
 
 def _kernel(keep=None):
-    bases = transform.basis("dct", R, torch.float32), transform.basis("dct", C, torch.float32)
-    return Kernel([WHOLE] * 2, bases, bases, 1.0, keep)
+    return Kernel([WHOLE] * 2, "dct", keep)
 
 
 def _extract(keep, given):

@@ -239,9 +239,8 @@ class ChunkGroup:
             self.largest_level = QUANTIZERS[key.values].largest_level
         self.kernel: Kernel | None = None  # None: torch operations
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
-            chunkings = [chunked.chunking for chunked in parameters]
             keep = None if self.section.all_signs else key.keep
-            self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
+            self.kernel = Kernel([chunked.chunking for chunked in parameters], key.transform, keep)
         self.inverter = self.kernel if key.exact else None  # steps 6 and 7
         signs = self.rule.signs_only and key.ties
         self.updater = self.inverter if signs or self.rule.name == "sgd" else None  # step 8 too

@@ -7,7 +7,6 @@ signs (lowest bit first, 1 is negative).
 """
 
 import ctypes
-import functools
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core import exact
+from demopt.core import exact, transform
 from demopt.core.chunking import Chunking, matrix_of
-from demopt.core.transform import Bases, Factors
+from demopt.core.transform import Factors
 from demopt.interrupts import uninterrupted
 from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
@@ -48,12 +47,15 @@ class Matrix(ctypes.Structure):
 
 
 class Basis(ctypes.Structure):
-    """A basis for kernels; a DCT's rows are halved twice. `of_columns` pads rows; `transposed`: the forward one."""
+    """A basis for kernels; `of_columns` pads rows; `transposed`: the forward one.
+
+    A DCT's is folded: its rows alternate between even and odd about their middle, and so do the halves of even ones.
+    """
 
     _fields_ = fields("whole size folded; pointer full odd even middle")
 
-    def __init__(self, basis: Tensor, of_columns: bool = False, transposed: bool = False) -> None:
-        size, folded = len(basis), foldable(basis)
+    def __init__(self, basis: Tensor, is_dct: bool, of_columns: bool = False, transposed: bool = False) -> None:
+        size, folded = len(basis), is_dct and len(basis) % 4 == 0 and len(basis) > 4
         parts = [basis[1::2, : size // 2], basis[::4, : size // 4], basis[2::4, : size // 4]] if folded else [basis]
         parts = [part.T for part in parts] if transposed else parts
         self.alive = [padded(part) if of_columns else part.contiguous() for part in parts]  # it points to them
@@ -64,18 +66,6 @@ class Basis(ctypes.Structure):
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels cover chunks of this shape, dtype and device."""
     return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and library() is not None
-
-
-@functools.lru_cache(maxsize=256)
-def foldable(basis: Tensor) -> bool:
-    """Whether rows alternate between even and odd, and so do the halves of the even rows, as in a DCT."""
-    size, tolerance = basis.shape[0], 4 * torch.finfo(torch.float32).eps * float(basis.abs().max())
-    if size % 4 or size < 8:
-        return False
-    signs = torch.tensor([1.0, -1.0], dtype=basis.dtype, device="cpu").repeat(size // 2).view(-1, 1)
-    half, quarter = basis[::2, : size // 2], signs[: size // 2]
-    differences = (basis.flip(1) - signs * basis).abs().max(), (half.flip(1) - quarter * half).abs().max()
-    return float(max(differences)) <= tolerance
 
 
 def padded(matrix: Tensor) -> Tensor:
@@ -216,18 +206,17 @@ class _Answer(ctypes.Structure):
 
 
 class Kernel:
-    """The kernels for a chunk group, laid out once for its shapes and bases. `keep` is K; None: signs of all."""
+    """The kernels for chunks with this transform, laid out once for their shapes. `keep` is K; None: signs of all."""
 
-    def __init__(
-        self, chunkings: Sequence[Chunking], bases: Bases, inverse_bases: Bases, basis_unit: float, keep: int | None
-    ) -> None:
-        sides = len(bases[0]), len(bases[1])
-        self._length, self._keep = sides[0] * sides[1], keep
-        self._bases = Basis(bases[0]), Basis(bases[1], of_columns=True, transposed=True)
-        inverse = Basis(inverse_bases[0]), Basis(inverse_bases[1], of_columns=True)
-        self._padded_rows = padded(inverse_bases[0])
-        bits = [exact.operand_bits(side) for side in sides]
-        self._inverse = (*inverse, address("basis", self._padded_rows, torch.float32), *bits, basis_unit)
+    def __init__(self, chunkings: Sequence[Chunking], name: str, keep: int | None) -> None:
+        r, c = sides = chunkings[0].chunk_shape
+        self._length, self._keep, is_dct = r * c, keep, name == "dct"
+        rows, columns = (transform.basis(name, side, torch.float32) for side in sides)
+        self._bases = Basis(rows, is_dct), Basis(columns, is_dct, of_columns=True, transposed=True)
+        rows, columns = (exact.integer_basis(name, side) for side in sides)
+        inverse, self._padded_rows = (Basis(rows, is_dct), Basis(columns, is_dct, of_columns=True)), padded(rows)
+        bits, unit = [exact.operand_bits(side) for side in sides], exact.basis_unit(name, r) * exact.basis_unit(name, c)
+        self._inverse = (*inverse, address("basis", self._padded_rows, torch.float32), *bits, unit)
         self._matrices = matrices_of(chunkings)
         self._at_matrices = ctypes.addressof(self._matrices), len(chunkings)
         self._chunks = sum(cut.chunks for cut in chunkings)
