@@ -8,21 +8,21 @@ import importlib
 import logging
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
 import pytest
-
-import seaweed
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
 LIMIT = 600  # seconds for anything that a test waits for: only what hangs takes so long
@@ -85,8 +85,18 @@ def code_of(call: Callable[[], object]) -> int:
     return child.exitcode
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, below those that Linux gives to outgoing connections (from 32768)."""
+    while True:
+        found = random.SystemRandom().sample(range(10_000, 32_768), count)
+        with suppress(OSError), ExitStack() as held:  # all held at the same time
+            for port in found:
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return found
+
+
 def free_port() -> int:
-    return seaweed.ports(1)[0]
+    return free_ports(1)[0]
 
 
 @contextmanager

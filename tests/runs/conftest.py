@@ -1,9 +1,10 @@
 """A store of each kind, and a clock that stands still."""
 
 import pytest
-import stores
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'demopt[run]'")
+
+import stores
 
 
 @pytest.fixture(params=["memory", "folder"])

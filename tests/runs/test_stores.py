@@ -4,8 +4,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from unittest.mock import Mock
 
@@ -14,7 +12,6 @@ import servers
 import stores
 from servers import small_s3
 
-import seaweed
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.key import Keyed, read_key
 from demopt.runs.store import ObjectStore, Patient, StoreError, open_store
@@ -204,10 +201,3 @@ def test_missing_bucket_is_named(address, monkeypatch):
     store = Patient(open_store(address), patience=1e9, say=pytest.fail)
     with pytest.raises(ExchangeError, match=f"{address}: no such bucket or folder; create it, or correct the name"):
         store.get("a", most=9)
-
-
-def test_bucket_of_a_server_that_has_ended_is_not_waited_for():
-    with subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"]) as server:
-        server.wait()
-        with pytest.raises(RuntimeError, match=r"the server at 127\.0\.0\.1:\d+ has ended, with exit code 3"):
-            seaweed.make_bucket(*seaweed.ports(1), server)
