@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from workers import EXACTLY, AtOnce, Counter, at_first, replayed, times_applied
+from workers import EXACTLY, AtOnce, Counter, at_first, counters, replayed, times_applied
 
 import demopt
 import problems
@@ -61,33 +61,35 @@ def _in_background(frame):
     return frame is not None
 
 
+def anywhere(interrupted, count, seed=0, begin=0.0):
+    """Makes calls that return their lines: one to its end, and some interrupted at a line from a share of these on."""
+    lines = interrupted(math.inf)
+    for at in random.Random(seed).sample(range(max(1, int(begin * lines)), lines), count):
+        interrupted(at)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in_the_run(delay):
-    lines = _interrupted(delay, float("inf"))
-    for at in random.Random(delay).sample(range(1, lines), 25):
-        _interrupted(delay, at)
+    def interrupted(at):
+        """One of two workers in two steps, of which the second has a round."""
+        (store, workers), ctrl_c = counters(delay=delay), CtrlC(at)
+        for taken in range(8):
+            with ctrl_c if taken in (3, 4) else nullcontext():
+                workers[0].step()
+            workers[1].step()
+        times = times_applied(store, workers)
+        assert times[1] == [1.0] * 8, at
+        assert [times[0][step] for step in (0, 1, 2, 5, 6, 7)] == [1.0] * 6, at
+        assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that out
+        assert workers[0].digest == replayed(store)[-1], at
+        return ctrl_c.lines
 
-
-def _interrupted(delay, at):
-    """Interrupts one of two workers in two steps, of which the second has a round; returns the lines of these."""
-    store = ObjectStore()
-    workers, ctrl_c = [Counter(store, number, delay) for number in range(2)], CtrlC(at)
-    for taken in range(8):
-        with ctrl_c if taken in (3, 4) else nullcontext():
-            workers[0].step()
-        workers[1].step()
-    times = times_applied(store, workers)
-    assert times[1] == [1.0] * 8, at
-    assert [times[0][step] for step in (0, 1, 2, 5, 6, 7)] == [1.0] * 6, at
-    assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that out
-    assert workers[0].digest == replayed(store)[-1], at
-    return ctrl_c.lines
+    anywhere(interrupted, 25, seed=delay)
 
 
 def four_steps(delay, at, broken):
     """How often those of two workers count. The second one's step `at` is `broken`, which returns who goes on."""
-    store = ObjectStore()
-    workers = [Counter(store, number, delay) for number in range(2)]
+    store, workers = counters(delay=delay)
     for taken in range(4):
         workers[0].step()
         if taken == at:
@@ -154,8 +156,7 @@ def test_state_that_a_handler_saves_within_a_round_changes_nothing(delay):
 
 
 def test_interrupt_at_the_end_of_a_catch_up_takes_nothing_of_others_back():
-    store = ObjectStore()
-    late, other = (Counter(store, number) for number in range(2))
+    store, (late, other) = counters()
     for worker in (*[other] * 4, late):
         worker.step()
     weights, interrupted = late.optimizer._weights, Mock(side_effect=KeyboardInterrupt)
@@ -183,8 +184,7 @@ def test_round_whose_words_raise_an_error_counts_every_step_once():
     def fail(text):
         raise BrokenPipeError(text)
 
-    store, said = ObjectStore(), []
-    workers = [Counter(store, number) for number in range(3)]
+    said, (store, workers) = [], counters(3)
     workers[0].run.say = at_first(fail, said.append)
     for taken in range(6):
         with pytest.raises(BrokenPipeError, match="moves nothing") if taken == 1 else nullcontext():
@@ -213,9 +213,7 @@ def test_step_of_demo_that_is_interrupted_anywhere_is_applied_once_or_sent_later
         assert (-parameter[[0, 2, 3]]).tolist() == [0.5] * 3, at
         return ctrl_c.lines
 
-    lines = interrupted(float("inf"))
-    for at in random.Random(0).sample(range(1, lines), 60):
-        interrupted(at)
+    anywhere(interrupted, 60)
 
 
 @pytest.mark.parametrize("then", [id, copy.deepcopy, lambda optimizer: optimizer.own_state_dict()])
@@ -293,9 +291,7 @@ def test_group_whose_addition_is_interrupted_anywhere_is_there_or_not(make):
         assert len(optimizer.state_dict()["state"]) == len(problems.all_parameters(optimizer)), at
         return ctrl_c.lines
 
-    lines = interrupted(float("inf"))
-    for at in random.Random(0).sample(range(lines // 2, lines), 30):
-        interrupted(at)
+    anywhere(interrupted, 30, begin=0.5)
 
 
 @pytest.mark.parametrize("kind", ["demo", "local", "folder"])
@@ -324,9 +320,7 @@ def test_loading_that_is_interrupted_anywhere_has_loaded_all_or_nothing(kind):
         assert content(optimizer) in (before, content(whole)), at
         return ctrl_c.lines
 
-    lines = interrupted(float("inf"))
-    for at in random.Random(0).sample(range(1, lines), 50):
-        interrupted(at)
+    anywhere(interrupted, 50)
 
 
 def test_interrupt_while_a_round_is_applied_ends_that_round(monkeypatch):
@@ -404,8 +398,7 @@ def test_local_steps_that_have_followed_a_late_round_stay_where_no_other_moves_w
 
 @pytest.mark.parametrize("first", ["join", "flush", "resync"])
 def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_since(first):
-    store = ObjectStore()
-    workers = [Counter(store, number) for number in range(2)]
+    store, workers = counters()
     mine, interrupted = workers[1], Mock(side_effect=KeyboardInterrupt)
     mine.step()
     mine.optimizer._rounds.exchange_and_apply = interrupted

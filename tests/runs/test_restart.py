@@ -11,7 +11,7 @@ import pytest
 import stores
 import torch
 import torch.distributed.checkpoint as dcp
-from workers import Counter, Worker, applied, at_first, joined, replayed, rounds, steps, times_applied
+from workers import Counter, Worker, applied, at_first, counters, joined, replayed, rounds, steps, times_applied
 
 from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
@@ -84,8 +84,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
 
 
 def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once():
-    bare = ObjectStore()
-    other, dies = Counter(bare, 0), Counter(bare, 1)
+    bare, (other, dies) = counters()
     steps(other, dies, dies, dies)
     state = dies.state()
     dies.step()  # the message that the state does not know, and its round
@@ -101,8 +100,7 @@ def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once
 
 
 def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_each_step_counts_once():
-    store = ObjectStore()
-    late, other = (Counter(store, number) for number in range(2))
+    store, (late, other) = counters()
     steps(late, late, *[other] * 6)
     away = pytest.raises(ExchangeError, match="away")
     with away, patch.object(late.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
@@ -220,8 +218,7 @@ def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():
 
 
 def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():
-    store = ObjectStore()
-    worker, other = (Counter(store, number) for number in range(2))
+    store, (worker, other) = counters()
     steps(other, other, worker, worker)  # of which the second is left out
     worker.step()
     worker.parameter.data[-1] = math.inf
@@ -234,8 +231,7 @@ def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_older_weights_that_a_resync_left_at_an_error_lose_no_step_and_no_name(restarts):
-    store = ObjectStore()
-    worker, other = (Counter(store, number) for number in range(2))
+    store, (worker, other) = counters()
     steps(*[worker, other] * 2, *[worker] * 10)  # of which nobody expects the other one any more
     with patch.object(worker.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
         with pytest.raises(ExchangeError, match="away"):
@@ -252,8 +248,7 @@ def test_older_weights_that_a_resync_left_at_an_error_lose_no_step_and_no_name(r
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_state_that_was_loaded_has_no_round_before_it_joins(behind):
-    store = ObjectStore()
-    worker, other = (Counter(store, number) for number in range(2))
+    store, (worker, other) = counters()
     steps(*[other, worker] * 3)
     state = worker.state()
     steps(worker, *[other] * 5)
@@ -272,8 +267,7 @@ def test_state_that_was_loaded_has_no_round_before_it_joins(behind):
 
 
 def test_join_reads_again_no_round_that_its_state_has_followed():
-    store = ObjectStore()
-    worker, other = (Counter(store, number) for number in range(2))
+    store, (worker, other) = counters()
     steps(worker, *[other] * 10)
     worker.optimizer._rounds._catch_up()
     again, names = Counter(store, 0, 0, worker.state(), worker.taken), []
@@ -283,8 +277,7 @@ def test_join_reads_again_no_round_that_its_state_has_followed():
 
 
 def test_message_counts_once_whose_round_is_covered_where_the_checkpoint_cannot_be_read_yet():
-    bare = ObjectStore()
-    other, dies = (Counter(bare, number) for number in range(2))
+    bare, (other, dies) = counters()
     steps(other, dies)
     no_checkpoint = pytest.raises(ExchangeError, match="has no checkpoint after round 1")
     with no_checkpoint, patch.object(dies.run, "results_of", Mock(side_effect=CoveredError("covered"))):

@@ -12,7 +12,7 @@ import obstore
 import pytest
 import torch
 from stores import Cache
-from workers import Counter, Worker, joined, replayed, rounds, steps, times_applied, waiting
+from workers import Counter, Worker, counters, joined, replayed, rounds, steps, times_applied, waiting
 
 import forked
 from demopt import FolderExchange
@@ -201,8 +201,7 @@ def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(stor
 @pytest.mark.usefixtures("still")
 def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
     """The store falls into two parts, and later shows one's manifests, and the messages of both."""
-    bare, said = ObjectStore(), []
-    workers = [Counter(bare, number) for number in range(2)]
+    said, (bare, workers) = [], counters()
     workers[1 - wins].run.say = said.append
     steps(*workers * 4)
     for worker in workers:
@@ -283,8 +282,7 @@ def test_false_answer_for_an_object_that_is_absent_is_none(ending, body, key):
 
 @pytest.mark.usefixtures("still")
 def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_left_out():
-    store = ObjectStore()
-    worker, other = (Counter(store, number, delay=1) for number in range(2))
+    store, (worker, other) = counters(delay=1)
     trainer = object.__new__(trainers.Worker)
     trainer.run, trainer.optimizer, trainer.config = worker.run, worker.optimizer, TrainConfig(top_k=1)
     trainer._hear, trainer._validated, trainer.run.note = Mock(), {}, trainer._note

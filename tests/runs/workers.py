@@ -17,7 +17,7 @@ from demopt.errors import ExchangeError
 from demopt.runs import log
 from demopt.runs.checkpoints import weights_digest
 from demopt.runs.replay import replay
-from demopt.runs.store import StoreError
+from demopt.runs.store import ObjectStore, StoreError
 
 SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean"}
 EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, "values": "float64", "error_decay": 0.0}
@@ -187,6 +187,12 @@ class Counter(Member):
             with contextlib.suppress(ExchangeError):  # of the round in flight
                 self.optimizer.finish_round(last=True)
                 sent = self.run.row is not None
+
+
+def counters(count: int = 2, delay: int = 0) -> tuple[ObjectStore, list[Counter]]:
+    """A store in memory, and workers of its run."""
+    store = ObjectStore()
+    return store, [Counter(store, number, delay) for number in range(count)]
 
 
 def applied(store: Any, layout: Any) -> Tensor:
