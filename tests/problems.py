@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -34,6 +35,7 @@ SMALL: dict[str, Any] = {"chunk": 16, "top_k": 24, "momentum_decay": 0.9, "lr": 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
 
 @dataclass(frozen=True)

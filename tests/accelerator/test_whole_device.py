@@ -81,23 +81,19 @@ CASES = {
     "LocalDeMo": {"route": "gather"},
     "LocalDeMo, owner": {"route": "owner"},
     "LocalDeMo, samples": {"route": "gather", "samples": 3},
-    "LocalDeMo, top-k": {"top_k": 24},
+    "LocalDeMo, top-k": {"top_k": 24, "outer_momentum": 0.5},
     "LocalDeMo, delay": {"delay": 1},
     "LocalDeMo, owner, delay": {"delay": 1, "route": "owner"},
     "LocalDeMo, outer momentum": {"outer_momentum": 0.5},
     "LocalDeMo, bfloat16": {},
     "LocalDeMo, muon": {},
-    **{f"LocalDeMo, host{name}": {"state_device": "cpu", **settings} for name, settings in {
-        "": {"route": "gather"},
-        ", owner": {"route": "owner"},
-        ", top-k": {"top_k": 24, "outer_momentum": 0.5},
-        ", delay": {"delay": 1},
-        ", owner, delay": {"delay": 1, "route": "owner"},
-        ", bfloat16": {},
-        ", muon": {},
-        ", kernels": {"kernels": "auto"},
-    }.items()},
-}  # fmt: skip
+}
+CASES |= {
+    case.replace("LocalDeMo", "LocalDeMo, host"): {**settings, "state_device": "cpu"}
+    for case, settings in CASES.items()
+    if case.startswith("LocalDeMo")
+}
+CASES["LocalDeMo, host, kernels"] = {"state_device": "cpu", "kernels": "auto"}
 
 
 def optimizer_of(case, model, exchange, **more):

@@ -37,7 +37,14 @@ def trainer_of(**more):
 
 
 class Local(lightning.LightningModule):
-    """Trained by a LocalDeMo."""
+    """A weight that a LocalDeMo trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def training_step(self, rows, number):
+        return (self.weight * rows).square().mean()
 
     def configure_optimizers(self):
         return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
@@ -62,17 +69,9 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path
     seen = []
 
     class Module(Local):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def training_step(self, rows, number):
-            return self.layer(rows).square().mean()
-
         def validation_step(self, rows, number):
-            optimizer = self.trainer.optimizers[0]
-            entry = optimizer.state[self.layer.weight]
-            seen.append((self.layer.weight.detach().clone(), entry["global"].clone(), entry["local"].clone()))
+            entry = self.trainer.optimizers[0].state[self.weight]
+            seen.append((self.weight.detach().clone(), entry["global"].clone(), entry["local"].clone()))
 
     loader = torch.utils.data.DataLoader(torch.randn(3, 4), batch_size=1)
     module = Module()
@@ -83,10 +82,10 @@ def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path
     assert torch.equal(shown, shared)
     assert not torch.equal(local, shared), "between two rounds"
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert torch.equal(saved["state_dict"]["layer.weight"], shared)
+    assert torch.equal(saved["state_dict"]["weight"], shared)
     assert trainer.optimizers[0].local_steps == 0, "a last round"
     trainer.optimizers[0].load_state_dict(saved["optimizer_states"][0])
-    assert torch.equal(module.layer.weight, local), "this rank goes on from its local weights"
+    assert torch.equal(module.weight, local), "this rank goes on from its local weights"
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -97,11 +96,7 @@ def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them():
     class Module(Local):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
             self.register_buffer("levels", torch.ones(4, dtype=torch.int16))  # which gloo does not know
-
-        def training_step(self, rows, number):
-            return (self.weight * rows).square().mean()
 
         def get_extra_state(self):  # which is no tensor
             return {}

@@ -25,12 +25,7 @@ DENSE = {
 }  # fmt: skip
 
 _sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-
-
-def _muon(parameters):
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
-    return BatchedMuon(parameters, lr=0.02, weight_decay=0.1, momentum=0.9)
+_muon = functools.partial(BatchedMuon, lr=0.02, weight_decay=0.1, momentum=0.9)
 
 
 def _with_demopt(exchange, inner, shapes, every, settings):
@@ -82,8 +77,11 @@ def _assert_equal(expected, inner, settings, every=H, shapes=SHAPES):
 
 @pytest.mark.parametrize(
     ("inner", "shapes", "outer_lr", "outer_momentum"),
-    [(_sgd, SHAPES, 1.0, 0.0), (problems.ADAMW, SHAPES, 0.7, 0.9), (_muon, SHAPES[:2], 0.7, 0.6)],
-    ids=["local SGD", "DiLoCo", "MuLoCo"],
+    [
+        pytest.param(_sgd, SHAPES, 1.0, 0.0, id="local SGD"),
+        pytest.param(problems.ADAMW, SHAPES, 0.7, 0.9, id="DiLoCo"),
+        pytest.param(_muon, SHAPES[:2], 0.7, 0.6, id="MuLoCo", marks=problems.NEEDS_MUON),
+    ],
 )
 def test_local_demo_with_an_outer_momentum_is(inner, shapes, outer_lr, outer_momentum):
     """arXiv 2311.08105, algorithm 1 (AdamW inside), 2505.23725 (Muon inside): Nesterov on the mean pseudo-gradient."""

@@ -20,6 +20,7 @@ from demopt import FolderExchange, LocalDeMo, SettingsError
 from demopt.exchange import SingleRank
 from demopt.optim.muon import BatchedMuon
 from demopt.runs.store import ObjectStore
+from problems import NEEDS_MUON
 from problems import fingerprints as train
 
 # Closures (promises/test_step_inputs.py has those of ordinary optimizers)
@@ -461,7 +462,6 @@ KINDS = {
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
     "BatchedMuon": lambda parameters: BatchedMuon(parameters, lr=0.1),
 }
-NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
 
 @pytest.mark.filterwarnings("ignore:the state of a parameter of shape .* entries that were saved")
@@ -474,12 +474,7 @@ NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
         ("AdamW", "max_exp_avg_sq", None, "of parameter 1 lacks max_exp_avg_sq, which"),
         ("AdamW", "step", lambda held: held.expand(2), r"has step of shape \[2\]; AdamW needs \[\]"),
         ("AdamW", "exp_avg_sq", lambda held: held[:1], r"has exp_avg_sq of shape \[1, 2\]; AdamW needs \[3, 2\]"),
-        (
-            "SGD",
-            "momentum_buffer",
-            lambda _: "text",
-            "of parameter 1 has momentum_buffer of type str; SGD needs a tensor",
-        ),
+        ("SGD", "momentum_buffer", lambda _: "text", "has momentum_buffer of type str; SGD needs a tensor"),
         ("Adafactor", "row_var", None, "lacks row_var, which"),
         pytest.param(
             *("BatchedMuon", "momentum_buffer", lambda held: held.T, r"of shape \[2, 3\]; BatchedMuon needs \[3, 2\]"),

@@ -10,8 +10,8 @@ import problems
 from demopt.core.rules import newton_schulz
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.muon import BatchedMuon
+from problems import NEEDS_MUON
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 SHAPES = [(16, 16), (12, 30), (40, 9)]
 SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
 
@@ -86,7 +86,7 @@ def _steps(optimizer, numbers):
     return problems.values(optimizer)
 
 
-@needs_muon
+@NEEDS_MUON
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("torchs_first", [True, False])
 def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(torchs_first, nesterov, monkeypatch):
@@ -103,7 +103,7 @@ def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(torchs_first, ne
     torch.testing.assert_close(_steps(resumed, range(3, 6)), whole)
 
 
-@pytest.mark.parametrize("kind", ["DeMo", pytest.param("BatchedMuon", marks=needs_muon)])
+@pytest.mark.parametrize("kind", ["DeMo", pytest.param("BatchedMuon", marks=NEEDS_MUON)])
 def test_muon_iterates_in_float32_where_a_script_steps_inside_autocast(kind):
     def trained(autocasts):
         matrices = problems.parameters(SHAPES)
@@ -114,7 +114,7 @@ def test_muon_iterates_in_float32_where_a_script_steps_inside_autocast(kind):
     assert problems.same(trained(True), trained(False))
 
 
-@needs_muon
+@NEEDS_MUON
 def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
     parameter = Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
     optimizer = BatchedMuon([parameter], **SETTINGS)
@@ -130,7 +130,7 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
     assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
 
 
-@needs_muon
+@NEEDS_MUON
 def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_with_torchs():
     head = nn.Linear(4, 2)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), head)
@@ -145,7 +145,7 @@ def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_wit
     assert adamw.param_groups[0]["betas"] == (0.8, 0.7)
 
 
-@needs_muon
+@NEEDS_MUON
 def test_muon_adamw_trains_on_where_weights_move_to_channels_last():
     def trained(moves):
         torch.manual_seed(0)
@@ -162,14 +162,14 @@ def test_muon_adamw_trains_on_where_weights_move_to_channels_last():
     torch.testing.assert_close(trained(True), trained(False))
 
 
-@needs_muon
+@NEEDS_MUON
 @pytest.mark.parametrize("model", [nn.Linear(2, 3, bias=False), nn.LayerNorm(3)])
 def test_muon_adamw_leaves_out_an_optimizer_without_parameters(model):
     (only,) = demopt.muon_adamw(model, lr=0.1)
     assert len(problems.all_parameters(only)) == len([*model.parameters()])
 
 
-@needs_muon
+@NEEDS_MUON
 def test_muon_adamw_says_that_torch_is_too_old(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"torch.optim.Muon came with torch 2.9, and this is torch .*; update torch"):

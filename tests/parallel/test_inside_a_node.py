@@ -238,7 +238,7 @@ def test_shard_of_counts_cuts_of_fsdp2_over_tensor_parallelism():
 SHAPES = [(32, 16), (33, 7), (1, 16), (16, 33)]
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@problems.NEEDS_MUON
 @pytest.mark.parametrize("cuts", [(0,), (1,), (0, 1), (0, 0)], ids=["FSDP2", "columns", "both", "rows twice"])
 @ranks.each(4)
 def test_muon_on_shards_equals_that_of_the_whole_matrix(cuts):
@@ -287,7 +287,7 @@ def test_muon_on_shards_trains_as_without_them_bit_for_bit_and_demos_refuses_the
         assert sent < 0.6 * most + 64  # half of the coefficients, and a header
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@problems.NEEDS_MUON
 @ranks.each(2)
 def test_local_demo_says_what_torchs_muon_does_on_shards():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
