@@ -136,12 +136,13 @@ def versions() -> dict[str, str]:
 
 def own_address(peers: list[str]) -> str:
     """Returns the one of the peers' addresses that is this machine's."""
-    from demopt.train.team import interfaces
+    from demopt.train.team import interfaces, local_address
 
     here, mine = set(interfaces().values()), []
     for peer in peers:
         try:
-            mine += [peer] if socket.gethostbyname(peer) in here else []
+            address = socket.gethostbyname(peer)
+            mine += [peer] if address in here or address == local_address(address) else []
         except (OSError, UnicodeError):
             raise InputError(f"--peers {peer}: no IPv4 address for this name; give one") from None
     if len(mine) != 1:
@@ -213,7 +214,7 @@ def _listening(me: str) -> tuple[str, str]:
         address, _ = gloo_address()
     except InputError:
         return own, ""
-    if address == own or (address.startswith("127.") and not own.startswith("127.")):
+    if address in (own, "") or (address.startswith("127.") and not own.startswith("127.")):
         return own, ""
     return address, f"gloo listens on {address} on {me}: {listen_on(own)} there"
 

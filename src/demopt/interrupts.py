@@ -18,10 +18,6 @@ def uninterrupted() -> Iterator[None]:
     """The context in which signals wait: their handlers, which may raise, run at the end of the outermost one.
 
     Only the main thread runs handlers; in others there is nothing to do.
-
-    Examples:
-        >>> with uninterrupted():
-        ...     pass
     """
     global _is_inside
     if _is_inside or threading.current_thread() is not threading.main_thread():

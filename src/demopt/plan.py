@@ -100,7 +100,7 @@ def _show(plan: "Plan", case: "Case | None") -> None:
     """Prints the verdict for the first number of workers, and tables."""
     from demopt.train.method import in_words
 
-    console, local = Console(highlight=False), plan.local
+    console, local = Console(highlight=False, markup=False, emoji=False), plan.local
     sizes = "" if str(plan.parameters) in plan.name.replace(",", "") else f": {plan.parameters:,} parameters"
     console.print(f"{plan.name}{sizes}")
     if case:

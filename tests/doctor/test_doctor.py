@@ -132,6 +132,14 @@ def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch):
         team.gloo_address()
 
 
+def test_machine_whose_system_tells_no_interfaces_finds_itself_and_trusts_the_one_that_is_named(monkeypatch):
+    monkeypatch.setattr(team, "interfaces", dict)  # as on macOS
+    assert module.own_address(["192.0.2.1", "127.0.0.1"]) == "127.0.0.1"
+    monkeypatch.setenv(team.INTERFACE, "en0")
+    team.refuse_loopback("10.1.2.4")
+    assert module._listening("127.0.0.1") == ("127.0.0.1", "")
+
+
 def test_slow_start_matters_on_long_links_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_IDLE", tmp_path / "idle")
     for setting, rtt_ms, remedy in (("1\n", 0.5, ""), ("1\n", 50, "sysctl -w net.ipv4.tcp_slow"), ("0\n", 50, "")):

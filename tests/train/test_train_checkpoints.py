@@ -26,7 +26,7 @@ from demopt.train.team import Team, stop_on_signals
 
 def last_of(out):
     """What is known of a run's newest checkpoint."""
-    return checkpoint.read(checkpoint.newest(OutFolder(out).checkpoints))
+    return checkpoint.read(checkpoint.whole(OutFolder(out).checkpoints)[-1])
 
 
 @pytest.mark.parametrize("case", ["adamw", "local", "delay"])
@@ -131,7 +131,7 @@ def test_damaged_record_is_refused_in_one_line(tmp_path, broken):
 )
 def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished, damaged, change):
     out = shutil.copytree(finished[0], tmp_path / "run")
-    newest = checkpoint.newest(out / "checkpoints")
+    newest = checkpoint.whole(out / "checkpoints")[-1]
     (newest / damaged).write_bytes(change((newest / damaged).read_bytes(), newest))
     (refused,) = train_runs.resume(out, codes=(2,)).stderr.splitlines()
     assert f"--resume: {newest} cannot be read: " in refused
@@ -182,7 +182,7 @@ def save_and_die(out, number):
 
 
 def check_what_is_left(out):
-    newest = checkpoint.newest(out / "checkpoints")
+    newest = checkpoint.whole(out / "checkpoints")[-1]
     step = checkpoint.read(newest).step
     assert step in (2, 3)
     model, optimizer = trained(0)
@@ -212,7 +212,7 @@ def test_save_on_a_full_disk_says_so_and_leaves_the_one_before(tmp_path):
             save(tmp_path, 2)
 
     assert apart(save_without_room) == 0
-    assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000001"
+    assert checkpoint.whole(tmp_path / "checkpoints")[-1].name == "step-00000001"
 
 
 def test_files_folders_and_links_of_the_user_beside_checkpoints_are_left_and_not_taken_for_one(tmp_path):
@@ -227,7 +227,7 @@ def test_files_folders_and_links_of_the_user_beside_checkpoints_are_left_and_not
     for step in (2, 3):
         assert apart(save, tmp_path, step) == 0
     assert {path.name for path in folder.iterdir()} == kept - {"step-00000001"} | {"step-00000002", "step-00000003"}
-    assert checkpoint.newest(folder).name == "step-00000003"
+    assert checkpoint.whole(folder)[-1].name == "step-00000003"
 
 
 def test_metrics_go_on_after_a_line_that_was_left_half_and_without_those_that_are_no_rows(tmp_path, finished):

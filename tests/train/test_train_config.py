@@ -27,6 +27,7 @@ from demopt.train.config import (
     SharedInputError,
     TrainConfig,
     assemble,
+    check_paths,
     check_same_run,
     config_of,
     resolve,
@@ -173,6 +174,12 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, kind, f
 def test_train_refuses_bad_flags(command, tmp_path, flags, told):
     assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_address_is_no_path_that_this_machine_could_refuse(monkeypatch):
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "stat", Mock(side_effect=OSError(errno.EINVAL, "The filename syntax is incorrect")))
+        check_paths({"run": "s3://bucket/mine"})
 
 
 @pytest.mark.parametrize(
@@ -329,7 +336,7 @@ def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, cap
 
 
 def test_resume_refuses_another_run(tmp_path, finished):
-    newest = checkpoint.newest(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
+    *_, newest = checkpoint.whole(shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints"))
     saved, record, text = checkpoint.read(newest), newest / "run.json", "the text or tokenizer here is not that of the "
     config = config_of(saved.settings)
     assert checkpoint.find(newest.parent, config, saved.fingerprint) == (newest, saved)

@@ -116,6 +116,12 @@ def test_wandb_gets_the_metrics_below_out_and_training_goes_on_without_it(tmp_pa
     assert (report.os.environ["WANDB_MODE"], report.os.environ["WANDB_DIR"]) == ("offline", str(tmp_path))
 
 
+def test_speed_is_that_of_the_rows_also_where_the_first_ones_are_lost(capsys):
+    rows = [row_of(step, tokens=64 * step, step_seconds=0.5) for step in range(101, 121)]
+    report.print_table(rows, TrainConfig(sequence=4), 1000, None)
+    assert re.search(r"tokens per second\s+│\s+128\s", capsys.readouterr().out)
+
+
 def test_missing_tracker_is_named_with_the_command_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"^--tracker wandb is not installed: pip install wandb$"):
@@ -235,5 +241,5 @@ def test_the_picture_shows_all_curves_and_survives_runs_without_losses():
     lines = [each for each in tree if each.tag.endswith("polyline")]
     assert [len(line.get("points").split()) for line in lines] == [333, 10, 334, 334]
     assert "1000 rounds" in "".join(tree.itertext())
-    for few in ([], [row_of(1, loss=None)], [row_of(1)]):
+    for few in ([row_of(1, loss=None)], [row_of(1)]):
         ElementTree.fromstring(report.svg(few, "few"))

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from demopt.core.rules import Rule
 from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
-from demopt.kernels.gate import check_in_host_memory
+from demopt.kernels.gate import check_in_host_memory, extent
 
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
 
@@ -136,9 +136,8 @@ def check_apart(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         local = to_local(parameter.detach())
         if parameter.requires_grad and local.numel() and not (local.is_meta or is_made_of_others(local)):
-            last = sum((n - 1) * by for n, by in zip(local.shape, local.stride(), strict=True))
-            first, end = local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size()
-            placed.append((str(local.device), first, end, local))
+            first = local.data_ptr()
+            placed.append((str(local.device), first, first + extent(local), local))
     placed.sort(key=lambda each: each[:2])
     begin = 0
     for number, (device, first, end, local) in enumerate(placed):

@@ -44,11 +44,6 @@ def whole(folder: Path) -> list[Path]:
     return [found for found, is_whole in checkpoints_in(folder).items() if is_whole]
 
 
-def newest(folder: Path) -> Path | None:
-    """Returns the latest whole checkpoint in a folder of checkpoints, or None."""
-    return max(whole(folder), default=None)
-
-
 def read(path: Path) -> CheckpointRecord:
     """Reads the record of the checkpoint at `path`; InputError if it, or the checkpoint's table, is damaged."""
     try:
@@ -61,13 +56,13 @@ def read(path: Path) -> CheckpointRecord:
 
 def find(folder: Path, config: TrainConfig, fingerprint: str) -> tuple[Path, CheckpointRecord]:
     """Returns the checkpoint to resume from; InputError if there is none or it belongs to another run."""
-    found = newest(folder)
-    if found is None:
+    found = whole(folder)
+    if not found:
         raise InputError(f"--resume: {folder.parent} holds no whole checkpoint; start anew with --overwrite")
-    saved = read(found)
+    saved = read(found[-1])
     again = "go on with the same settings or start anew in another --out"
     check_same_run(config, fingerprint, saved.settings, saved.fingerprint, f"the run in {folder.parent}", again)
-    return found, saved
+    return found[-1], saved
 
 
 def save(folder: Path, saved: CheckpointRecord, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:

@@ -234,7 +234,8 @@ def check_paths(settings: Given) -> None:
                 continue
             try:
                 path.encode()
-                os.stat(path)
+                if "://" not in path:  # an address: Windows does not even look for such a name
+                    os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:

@@ -84,7 +84,7 @@ def explain(failures: dict[int, ProcessFailure], out: OutFolder) -> InputError |
     kind, text, trace = _details(first)
     if kind in MISTAKES:
         return InputError(text)
-    saved = checkpoint.newest(out.checkpoints) is not None
+    saved = checkpoint.whole(out.checkpoints)
     again = f" Go on with: demopt train --resume --out {shlex.quote(str(out.root))}" if saved else ""
     if kind in PLAIN:
         return DemoptError(f"rank {rank}: {text}.{again}")

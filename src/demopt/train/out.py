@@ -44,10 +44,10 @@ class OutFolder:
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
-            full = isinstance(error, RuntimeError)  # torch.save, in its own words
-            if full and not re.search("inline_container|iostream", str(error)):
+            of_torch = isinstance(error, RuntimeError)  # torch.save, in its own words
+            if of_torch and not re.search("inline_container|iostream", str(error)):
                 raise
-            told = "is its disk full? " if full else ""
+            told = "is its disk full? " if of_torch else ""
             reason = getattr(error, "strerror", None) or told + first_line(error)
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 

@@ -143,7 +143,9 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     # Not the median, which has no round; the first steps warm up, or compile.
     seconds = statistics.mean(row["step_seconds"] for row in rows[min(WARM_UP, len(rows) // 2) :])
     in_folder = "workers" in rows[-1]  # where tokens are also those of steps without this worker
-    tokens = statistics.mean(tokens_of(row, config) for row in rows) if in_folder else rows[-1]["tokens"] / len(rows)
+    tokens = (
+        statistics.mean(tokens_of(row, config) for row in rows) if in_folder else rows[-1]["tokens"] / rows[-1]["step"]
+    )
     table.add_row("tokens per second", f"{tokens / seconds:,.0f}")
     if counted:
         exchange = sum(row.get("exchange_seconds") or 0.0 for row in rows)
@@ -164,7 +166,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
 
 def svg(rows: Sequence[Row], title: str) -> str:
     """Returns an SVG with two panels over the steps: losses; and the bytes of one worker, with its rounds."""
-    first, last = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 1)
+    first, last = rows[0]["step"], rows[-1]["step"]
     places = [EDGE + WIDE * (row["step"] - first) / max(last - first, 1) for row in rows]
     train, val = (
         [(x, row[name]) for x, row in zip(places, rows, strict=True) if row.get(name) is not None]
@@ -176,7 +178,7 @@ def svg(rows: Sequence[Row], title: str) -> str:
     rounds = [x for x, row in zip(places, rows, strict=True) if row["payload_bytes"]]
     known, top = [y for _, y in train + val] or [0.0], 36 + HIGH + 30
     losses = (min(known), max(known))
-    counts = (0.0, float(max([1, *(total for _, total in sent[-1:] + received[-1:])])))
+    counts = (0.0, float(max(1, sent[-1][1], received[-1][1])))
     ticks = "".join(f"M{x:.1f} {top + HIGH}v-6" for x in rounds[:: -(-len(rounds) // DETAIL) or 1])
     shown = [("training loss, nats", TRAIN, _thinned(train)), ("validation", VALIDATION, val)]
     counted = [("bytes sent by one worker", SENT, _thinned(sent)), ("received", RECEIVED, _thinned(received))]

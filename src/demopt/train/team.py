@@ -170,13 +170,15 @@ def interfaces() -> dict[str, str]:
 
 
 def gloo_address() -> tuple[str, str]:
-    """Returns the address that gloo listens on, and why: of the interface that is named, or of the host name."""
-    name = os.environ.get(INTERFACE)
-    if name:
+    """Returns the address that gloo listens on, and why: of the interface that is named, or of the host name.
+
+    Empty for an interface whose address the system does not tell.
+    """
+    if name := os.environ.get(INTERFACE):
         first, here = name.split(",")[0], interfaces()
-        if first not in here:
-            raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(here) or 'no interface'}: name one")
-        return here[first], f"{INTERFACE} is {name}"
+        if here and first not in here:  # Linux only tells them
+            raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(here)}: name one")
+        return here.get(first, ""), f"{INTERFACE} is {name}"
     host = socket.gethostname()
     try:
         return socket.gethostbyname(host), f"the host name {host} stands for it"

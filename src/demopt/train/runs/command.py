@@ -151,17 +151,16 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
     from demopt.runs.store import full
 
     try:
-        mounted = "to" if (bucket := "://" in (place := full(address))) else "is its disk mounted? To"
-        start = f"{mounted} start a run: demopt train --run {typed(address)}{flags}"
-        if not bucket and not Path(place).exists():  # opening it would make it
-            raise NoRunError(f"{address} is no folder here; {start}")
-        run = FolderExchange(address, patience=patience, key=key)
-    except NoRunError:
-        raise
+        is_bucket = "://" in (place := full(address))
+        run = FolderExchange(address, patience=patience, key=key) if is_bucket or Path(place).exists() else None
     except ValueError as error:
         raise InputError(str(error)) from None
-    if run.read_record() is None:
-        raise NoRunError(f"{address} holds no run; {start}")
+    if run is None or run.read_record() is None:  # opening a folder that is absent would make it
+        what, to = (
+            "is no folder here" if run is None else "holds no run",
+            "to" if is_bucket else "is its disk mounted? To",
+        )
+        raise NoRunError(f"{address} {what}; {to} start a run: demopt train --run {typed(address)}{flags}")
     run.find_run()
     return run
 
