@@ -23,7 +23,6 @@ from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.errors import MessageError
 from demopt.exchange import SingleRank, Threads
 from demopt.optim import muon, staging
-from demopt.optim.local_weights import LocalWeights
 from demopt.runs.checkpoints import weights_digest
 from demopt.runs.store import ObjectStore
 from demopt.wire.message import HEADER_BYTES, pack_message
@@ -277,12 +276,16 @@ def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launc
     assert 30 < launches < _muon_steps(torch.optim.Muon, "toy")[1]
 
 
-def test_a_model_that_moves_after_local_demo_was_built_is_refused():
+def test_a_model_that_moves_after_local_demo_was_built_is_refused_and_loading_changes_nothing():
     local_weight = nn.Parameter(torch.ones(2))
-    weights = LocalWeights([local_weight])
-    weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="meta"))
-    with pytest.raises(RuntimeError, match="build LocalDeMo after"):
-        weights.create()
+    inner = torch.optim.SGD([local_weight], lr=1.0, momentum=0.9)
+    optimizer = demopt.LocalDeMo(inner)
+    state, groups = optimizer.state_dict(), inner.param_groups
+    optimizer._weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="meta"))
+    for call in (optimizer._weights.create, lambda: optimizer.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match="build LocalDeMo after"):
+            call()
+    assert inner.param_groups is groups
 
 
 @pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])

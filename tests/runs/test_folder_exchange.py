@@ -541,6 +541,17 @@ def test_nobody_awaits_a_worker_whose_last_round_was_on_a_fork(store):
     assert "round 2 is another one" in worker.said[0]
 
 
+def test_worker_that_was_late_sends_no_empty_message_after_a_fork_has_dropped_its_content(store):
+    worker = Worker(store, 0).round(2)
+    worker.run.left_out = 3
+    stores.change(store, log.manifest_name(1), lambda data: data.replace(b'"at": "20', b'"at": "30'))
+    for _ in range(2):
+        worker.step()
+    assert "what this worker has not sent is dropped" in worker.said[0]
+    assert worker.rounds == 2
+    assert log.look(store, 2).messages <= {"w0"}  # from before it was told
+
+
 def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others_to_wait(store):
     first, slow = Worker(store, 0, checkpoint_every=2), stores.Through(store)
     first.round(4)

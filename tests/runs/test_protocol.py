@@ -281,9 +281,8 @@ class Worker:
                 while again:  # a round, as LocalDeMo does it
                     self.folder.end_open_round()
                     self.tokens.extract()
-                    self.folder.exchange_and_apply()
+                    again = self.folder.exchange_and_apply()
                     self.rested()
-                    again = self.folder.sends_again
         except Crash:
             pass
         except BaseException as error:

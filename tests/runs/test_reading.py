@@ -106,6 +106,18 @@ def test_state_knows_what_its_local_steps_have_read():
     assert read == Counter(range(20))
 
 
+@pytest.mark.parametrize("in_error", [0, 2])
+def test_sequences_of_local_steps_that_resync_drops_are_given_out_again_and_no_longer_counted(in_error):
+    worker = Worker(ObjectStore(), 0).join()
+    worker.run.total, worker.run.wanted = 40, 6
+    worker.round()
+    given = worker.run.take(6)
+    worker.run.unsent, worker.run.in_error = 6, in_error
+    worker.step()
+    worker.optimizer.resync()
+    assert (worker.run.unsent, worker.run.take(6)) == (in_error, given[in_error:])
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_no_sequence_is_read_again_after_a_stop_by_who_has_it_in_a_state(delay):
     read, store, state = Counter[int](), ObjectStore(), None

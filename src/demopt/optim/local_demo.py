@@ -241,7 +241,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._let_begin()
         self._round()
         if last:
+            sent, in_flight = self.stats, self.replicator.in_flight
             self.flush()
+            if in_flight:
+                self.replicator.stats = self.stats.after(sent)
 
     @unrecorded
     def extract(self) -> Tensor:
@@ -432,17 +435,14 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=self._rounds.in_step)
-        while True:
+        again = True
+        while again:  # late twice in a row: the error is sent at once, as much as before; D is 0 without local steps
             with self._rounds.settled():
                 current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
-                if not background:
-                    self._rounds.exchange_and_apply()
-                elif current.work is None:
+                again = not background and self._rounds.exchange_and_apply()
+                if background and current.work is None:
                     self.replicator.send()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
-            if not (current.finite and self._rounds.sends_again):
-                return
-            # Late twice in a row: the error is sent at once, without local steps. So D is 0, and the note still right.
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
@@ -633,6 +633,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
+        self._weights.require_unmoved()
         numbered = read_state(state_dict, self.param_groups, of_local=True)
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)

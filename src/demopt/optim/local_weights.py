@@ -64,10 +64,18 @@ class LocalWeights(Follower):
 
         They are at least float32, because the update of a round is smaller than bfloat16 resolves.
         """
+        self.require_unmoved()
         known = self.global_of
         wanted = [each for each in self.parameters if each.requires_grad or each in known or each in also]
         if len(wanted) > len(known):  # in the order of the parameters, which is the same on all ranks
             self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
+        for local, global_weight in self.global_of.items():
+            if global_weight.requires_grad != local.requires_grad:
+                global_weight.requires_grad_(local.requires_grad)
+        return len(wanted) > len(known)
+
+    def require_unmoved(self) -> None:
+        """Raises an error if a parameter has another device or shape than its global weights were created for."""
         for local, global_weight in self.global_of.items():
             if self._state_device is None and global_weight.device != local.device:
                 raise RuntimeError(
@@ -80,9 +88,6 @@ class LocalWeights(Follower):
                     f"parameter {position} had shape {list(global_weight.shape)} and has {list(local.shape)}: its data "
                     "was replaced; build LocalDeMo anew"
                 )
-            if global_weight.requires_grad != local.requires_grad:
-                global_weight.requires_grad_(local.requires_grad)
-        return len(wanted) > len(known)
 
     @property
     def differ(self) -> bool:
@@ -173,7 +178,8 @@ class LocalWeights(Follower):
                 self.adopt()
         elif before == "extracted":
             if current.finite:
-                if current.stage == "sent" and current.minus is not None:
+                if current.stage == "sent":
+                    assert current.minus is not None
                     self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
                 self.start_of = self._copies(self.global_of.keys())
             else:  # D was dropped

@@ -117,11 +117,6 @@ class Rounds:
             self.settle()
 
     @property
-    def sends_again(self) -> bool:
-        """Whether to send what is left at once."""
-        return False
-
-    @property
     def has_joined(self) -> bool:
         """Whether the next local step needs nothing of other ranks before it."""
         replicator = self.replicator
@@ -167,9 +162,13 @@ class Rounds:
             self.exchange_and_apply()
         return False
 
-    def exchange_and_apply(self) -> None:
-        """Exchanges the round, if it is not under way, and applies it. After an error follows `settle`."""
+    def exchange_and_apply(self) -> bool:
+        """Exchanges the round, if it is not under way, and applies it; whether to send what it has left at once.
+
+        After an error follows `settle`.
+        """
         self.replicator.apply(self.replicator.exchange())
+        return False
 
     def settle(self) -> None:
         """Forgets a round that has failed; what it would have sent stays in the momentum.

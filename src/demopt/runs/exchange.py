@@ -255,7 +255,7 @@ class FolderExchange(VaryingExchange):
         """
         self.round_began = time.monotonic()
         if ahead is None:
-            ahead = 2 ** min(self.misses - 1, 9) if self.misses else 0
+            ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
         seconds = min(seconds + self.seconds_needed, LONGEST)
         if seconds == LONGEST:
             self.say_once(f"this worker needs more than {LONGEST:.0f} s to be there, and no other waits longer")
@@ -293,6 +293,26 @@ class FolderExchange(VaryingExchange):
         """Those of `numbers_read` that no manifest has: the next message counts them."""
         return self._reading.read_first(self.worker, self.numbers_read) if self._reading else set()
 
+    def _reads(self) -> Reads | None:
+        """Returns what the next message says of this worker's data; None where nobody asks which to read."""
+        theirs = self._reading
+        total, wanted = (check_count(name, getattr(self, name), 0, (1 << 62) - 1) for name in ("total", "wanted"))
+        if not total:
+            return None
+        if theirs and theirs.total != total:
+            raise SettingsError(
+                f"the data of {self.worker} has {total:,} sequences in all epochs, that of the run in "
+                f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
+            )
+        self.numbers_read = self.unsent_reads  # those that a manifest has are never asked for again
+        return Reads(len(self.numbers_read), wanted, total)
+
+    def drop_steps(self) -> None:
+        """Notes that local steps are dropped: `take` gives out what they have read, the last that it gave, again."""
+        given = [number for number in self._holds if number in self.numbers_read]
+        dropped, self.unsent = self.unsent - self.in_error, self.in_error
+        self.numbers_read.difference_update(given[max(0, len(given) - dropped) :])
+
     @property
     def held(self) -> int:
         """How many numbers this worker holds that `take` has not given out."""
@@ -319,34 +339,29 @@ class FolderExchange(VaryingExchange):
             raise RuntimeError(_NOT_JOINED)
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         note = _as_json("note", self.note() if callable(self.note) else self.note, _MOST_NOTE)
-        theirs = self._reading
-        total, wanted = (check_count(name, getattr(self, name), 0, (1 << 62) - 1) for name in ("total", "wanted"))
-        if total and theirs and theirs.total != total:
-            raise SettingsError(
-                f"the data of {self.worker} has {total:,} sequences in all epochs, that of the run in "
-                f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
-            )
-        reads: Reads | None = None
-        if total:
-            self.numbers_read = self.unsent_reads
-            reads = Reads(len(self.numbers_read), wanted, total)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
-            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
+            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
         return Attached(envelope, self.decided, self.round_began, self.unsent)
 
     @property
     def seconds_needed(self) -> float:
-        """The seconds that this worker needs for a round, as it says: twice as many after each of its `misses`."""
-        needed = max(self._needed, default=0.0) * 2.0 ** min(self.misses, 64)
+        """The seconds that this worker needs for a round, as it says: twice as many each time that it is left out.
+
+        Not the first time in a row: that is in the seconds that it measured.
+        """
+        needed = max(self._needed, default=0.0) * 2.0 ** min(max(self.left_out - 1, 0), 64)
         return round(min(needed, LONGEST), 3)
 
-    @property
-    def misses(self) -> int:
-        """How often in a row this worker was left out, without the first time: that is in the seconds it measured."""
-        return max(0, self.left_out - 1)
+    def unsent_after(self, sequences: int, is_finite: bool, is_listed: bool = False) -> tuple[int, int]:
+        """Returns `unsent` and `in_error` after a round whose message has so many sequences."""
+        if not is_finite:  # its local steps are dropped, the error is as before
+            return self.unsent - (sequences - self.in_error), self.in_error
+        if is_listed:
+            return self.unsent - sequences, 0
+        return self.unsent, sequences  # all of them are in the error
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
@@ -465,7 +480,7 @@ class FolderExchange(VaryingExchange):
         """
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
-        self.stopping = self.stopping or stops or (self.wish.is_heard and self.misses > 8)
+        self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
         if self.role == "restored":  # `restore` sets that after its own call
             self.role = "joining"
 

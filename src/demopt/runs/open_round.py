@@ -124,10 +124,11 @@ class OpenRound:
         was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
         overlooked = left_out and was_there and bool(manifest.senders)
         waited = time.monotonic() - began - self.slept
+        for_a_request = 2 * self._longest > waited  # for the most part
         return FolderOutcome(
             row, result, moved_by=moved_by, manifest=manifest, envelope=mine, left_out=left_out,
             needed=ready_at - self._attached.round_began,
-            waited=waited, waited_for=() if 2 * self._longest > waited else self.waited_for, slept=self.slept,
+            waited=waited, waited_for=() if for_a_request else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=known_at,
         )  # fmt: skip
 
@@ -137,15 +138,15 @@ class OpenRound:
         Returns the manifest, if it is there already.
         """
         run, mine, decided = self._run, self.mine, self._attached.decided
-        since_before = time.monotonic() - self._attached.round_began
+        elapsed = time.monotonic() - self._attached.round_began
         members = sorted(decided.members if decided else ())
         looks: list[Callable[[], Any]] = [self.look, self._require_round_before]
         # Members take turns at reading the wish to stop, and tell the others by their message.
         if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
             looks.append(run.wish.hear)
         # The put may go beside the look, unless
-        may_be_late = since_before >= SLACK * mine.seconds + run.late  # no long upload if it is over
-        may_be_gone = since_before >= _STILL_THERE  # nothing is put where the manifest before is gone
+        may_be_late = elapsed >= SLACK * mine.seconds + run.late  # no long upload if it is over
+        may_be_gone = elapsed >= _STILL_THERE  # nothing is put where the manifest before is gone
         if not (may_be_late or may_be_gone):
             *_, self.mine = run.together([*looks, partial(run.put, mine)])
             self.put_at = time.monotonic()
@@ -185,18 +186,15 @@ class OpenRound:
                 if now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
                 due = max(self.needs_until(each, slack=1.0) for each in missing)
-                pause = min(POLL[1], max(POLL[0] + (now - put_at) / 10, _EARLY * (due - now)))
-                time.sleep(pause)
-                more = time.monotonic() - now - pause
-                self.slept += more if more > _ASLEEP else 0.0
+                self._sleep(min(POLL[1], max(POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 looked_at = time.monotonic()
                 self.read_new(self.look, *([run.wish.hear] if now - put_at > TOLD_AFTER else []))
                 self._longest = max(self._longest, time.monotonic() - looked_at)
                 self.waited_for = missing
-            elif any(self.unread()):  # after one more try, what cannot be read is none of these
+            elif self.unread_messages or self.unread_hellos:  # after one more try, what cannot be read is in neither
                 awaited = log.expected(self._attached.decided, self.hellos)
                 # Without another look after those of others: a stranger may put more for ever.
-                self.read_new(*([self.look] if awaited.intersection(self.unread()[0]) else []))
+                self.read_new(*([self.look] if awaited.intersection(self.unread_messages) else []))
             else:
                 author = replace(self.mine, stop=self.mine.stop or run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
@@ -205,6 +203,13 @@ class OpenRound:
                 return run.propose(self.draft(author))
             if (manifest := self.read_manifest()) is not None:
                 return manifest
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleeps, and notes it if that took much longer: then the whole process was asleep."""
+        began = time.monotonic()
+        time.sleep(seconds)
+        more = time.monotonic() - began - seconds
+        self.slept += more if more > _ASLEEP else 0.0
 
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
@@ -240,20 +245,24 @@ class OpenRound:
     def read_new(self, *also: Callable[[], Any]) -> list[Any]:
         """Reads what is new at the last look; makes other requests beside that, and returns their results."""
         self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
-        new, greeting = self.unread()
+        new = self.unread_messages
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
-        reads += [partial(self._read_hello, worker) for worker in greeting]
+        reads += [partial(self._read_hello, worker) for worker in self.unread_hellos]
         found = self._run.together([*reads, *also])
         self._run.received_bytes += sum(found[: len(new)])
         return found[len(reads) :]
 
-    def unread(self) -> tuple[list[str], list[str]]:
-        """Returns whose messages and hellos are there and were not read."""
+    @property
+    def unread_messages(self) -> list[str]:
+        """The workers whose messages were there at the last look, and are not read."""
+        return sorted(self._there - {*self.valid, *self.refused})
+
+    @property
+    def unread_hellos(self) -> list[str]:
+        """Those whose hellos were, some at a time, while the round is open."""
         seen = self.seen
         known = self._others | self._unreadable | {*self.hellos, self._attached.envelope.worker}
-        hellos = seen.hellos - seen.messages - known
-        messages = self._there - {*self.valid, *self.refused}
-        return sorted(messages), sorted(hellos)[:_MOST_HELLOS] if not seen.has_manifest else []
+        return sorted(seen.hellos - seen.messages - known)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     @property
     def _there(self) -> set[str]:

@@ -206,6 +206,7 @@ class FolderRounds(Rounds):
         with uninterrupted():
             self.take(newest)
             self.replicator.follower.drop_steps()
+            self.run.drop_steps()
             self.run.role = "observer"
 
     def _resume_round(self, message: log.Envelope, before: Manifest | None, sequences: int) -> None:
@@ -237,7 +238,7 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.replicator.follower.drop_steps()
         self.run.numbers_read.clear()  # whoever holds them reads them again
-        self.run.unsent = self.run.in_error = 0
+        self.run.unsent = self.run.in_error = self.run.left_out = 0  # nothing is left to be sent again
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -255,6 +256,7 @@ class FolderRounds(Rounds):
         del src
         if not self.has_joined:
             self.join()
+        self.run.drop_steps()  # which LocalDeMo has dropped; only now, because a state's message may have come first
         self._is_behind = True  # also after an error, which may leave the weights of an older round
         with self.replicator.follower.moved_by_others():
             self.take(self._newest_checkpoint(least=0))
@@ -270,14 +272,17 @@ class FolderRounds(Rounds):
             self._catch_up()
         return self.run.is_over and not was_over  # a trainer may go on after the end
 
-    def exchange_and_apply(self) -> None:
+    def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
 
-        After an error the round may be open, to try again: its message may be in the store by then, and count.
+        After an error the round may be open, to try again: its message may be in the store by then, and count. Returns
+        whether to send the message's content at once: a worker that is always late would never be in a round.
         """
+        current, run = self.replicator.round, self.run
         self._exchange_and_end()
         if self._is_behind:
             self._catch_up()
+        return run.left_out > 1 and run.goes_on and current is not None and current.in_momentum
 
     def _exchange_and_end(self) -> None:
         """The same, but for the catch-up: within `join` that comes anyway."""
@@ -302,15 +307,17 @@ class FolderRounds(Rounds):
         assert isinstance(outcome, FolderOutcome)
         run, is_listed = self.run, outcome.row is not None
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            if outcome.moved_by == "messages":  # none if too few had sent
-                replicator.apply(messages)
-                self._is_behind = not is_listed  # later rounds may be decided already
-            else:
-                replicator.mark_applied()
-                self._is_behind = outcome.moved_by == "checkpoint"  # `resync` sets it by itself
-            if current.in_momentum:  # otherwise D was not finite: its local steps are dropped, the error is as before
-                run.in_error = 0 if is_listed else current.attached.sequences
-            run.unsent -= current.attached.sequences - run.in_error
+            match outcome.moved_by:
+                case "messages":  # none if too few had sent
+                    replicator.apply(messages)
+                    self._is_behind = not is_listed  # later rounds may be decided already
+                case "checkpoint":
+                    replicator.mark_applied()
+                    self._is_behind = True
+                case "resync":  # which the user calls, and which follows the run by itself
+                    replicator.mark_applied()
+                    self._is_behind = False
+            run.unsent, run.in_error = run.unsent_after(current.attached.sequences, current.in_momentum, is_listed)
             run.note_outcome(outcome)
         if outcome.moved_by == "resync":
             told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
@@ -330,8 +337,8 @@ class FolderRounds(Rounds):
             self.save()  # no others have gone on
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
-        row = turn % max(1, len(last.manifest.senders))
-        if rest or last.row != row or last.manifest is not run.decided:  # followed by others' rounds
+        row, others_followed = turn % max(1, len(last.manifest.senders)), last.manifest is not run.decided
+        if rest or last.row != row or others_followed:
             return
         if run.is_uploading:  # uploads that queue would slow all rounds down
             run.say_once(
@@ -349,11 +356,6 @@ class FolderRounds(Rounds):
             self.run.hello(self._number)
         self._is_behind = False
         self._save_if_due()
-
-    @property
-    def sends_again(self) -> bool:
-        """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        return self.run.misses > 0 and self.run.goes_on and not self.replicator.in_flight
 
     @uninterrupted()
     def settle(self) -> None:
@@ -474,8 +476,8 @@ class FolderRounds(Rounds):
         message, in_message, unsent = None, 0, run.unsent
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
-        elif current is not None:  # a gradient was not finite: those steps are dropped
-            unsent -= current.attached.sequences - run.in_error
+        elif current is not None:
+            unsent, _ = run.unsent_after(current.attached.sequences, is_finite=False)
         if saved is not None:  # what it has sent since the state is dropped at the end of `join`
             sent_from = saved.sent_from
         else:  # its weights may be of before the messages that it has sent, as after a fork

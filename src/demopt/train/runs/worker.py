@@ -165,7 +165,12 @@ class Worker(Training):
     @property
     def ended(self) -> bool:
         """Whether the run has all its rounds, or this worker has its last step."""
-        return self.run.is_complete or max(self.number, self.steps_done) == self.config.steps
+        return self.run.is_complete or self._has_drawn_last or self.steps_done == self.config.steps
+
+    @property
+    def _has_drawn_last(self) -> bool:
+        """Whether the step that was drawn last is the run's last."""
+        return self.number == self.config.steps
 
     @property
     def part(self) -> float | None:
@@ -255,7 +260,7 @@ class Worker(Training):
         """Takes a local step, and finishes a round if due or all is read. Returns whether `rows` may be reported."""
         run, row = self.run, rows[-1]
         run.unsent += self._step_sequences
-        run.leaving = run.asked_to_stop() or self.number == self.config.steps
+        run.leaving = run.asked_to_stop() or self._has_drawn_last
         began = time.perf_counter()
         self.optimizer.local_step()
         local = time.perf_counter() - began
@@ -290,17 +295,13 @@ class Worker(Training):
             self._hear(loss)
             # Others may have completed it while this one was left out. A stop ends all after that round, but for the
             # last steps: this worker has taken them, and with them it completes the run.
-            if self.run.is_complete or (self.run.stopping and self.number != self.config.steps):
+            if self.run.is_complete or (self.run.stopping and not self._has_drawn_last):
                 return self.optimizer.stats
         if self.config.top_k is None:
             self.optimizer.samples = min(max(1, self.run.unsent), (1 << 32) - 1)  # a small machine counts as that
-        self.optimizer.finish_round()
+        self.optimizer.finish_round(last=self.run.leaving)
         self._hear(loss)
-        stats, in_flight = self.optimizer.stats, self.optimizer.replicator.in_flight
-        if self.run.leaving:
-            self.optimizer.flush()
-            self._hear(loss)
-        return self.optimizer.stats.after(stats) if self.run.leaving and in_flight else stats
+        return self.optimizer.stats
 
     def _note(self) -> Row:
         """Returns this worker's numbers, for a message that is made now."""
