@@ -15,7 +15,6 @@ import zipfile
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from operator import itemgetter
 from typing import Any, BinaryIO
 
 import torch
@@ -43,7 +42,9 @@ _REMEDY = (
     "demopt.reshard. See docs/checkpoints.md."
 )
 #: Parts that each rank has for itself; all others of ours are equal. Their names in `Replicator.state` and in DeMo's.
-OF_ONE_RANK = ("momentum", OWNER_ERROR, OWNER_START, SAVED_BY, "local", "start")
+#: Another number of ranks takes means of `AVERAGED`, and puts an owner's error into the rank's own (`share_of`).
+AVERAGED = ("momentum", "local", "start")
+OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)
 #: The names of all ours in a state of LocalDeMo, where an entry has the inner optimizer's, too, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
@@ -106,8 +107,8 @@ def entries_of(state: StateDict) -> dict[Any, SavedParameter]:
     """Reads the entries of a state by number; their names tell whether it is of LocalDeMo."""
     entries = state["state"]
     names = {name for entry in entries.values() for name in entry}
-    of_local = "global" in names or "momentum" not in names  # of old files an inner optimizer may have a "momentum"
-    return {number: SavedParameter.of(entry, of_local) for number, entry in entries.items()}
+    of_demo = "momentum" in names and "global" not in names  # of old files an inner optimizer may have a "momentum"
+    return {number: SavedParameter.of(entry, of_local=not of_demo) for number, entry in entries.items()}
 
 
 def load_file(file: BinaryIO) -> StateDict:
@@ -298,8 +299,8 @@ def unmarked(state: StateDict) -> StateDict:
     return {**state, "state": {n: {k: v for k, v in entry.items() if k != SAVED_BY} for n, entry in entries}}
 
 
-def marks_of(state: StateDict) -> list[SavedBy]:
-    """Returns the marks of a state's parameters, in their order."""
+def savers_of(state: StateDict) -> list[SavedBy]:
+    """Returns which rank has saved each of a state's parameters, in their order, where that is marked."""
     return [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
 
 
@@ -395,7 +396,7 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     for part in parts.values():
         check_form(part)
     states = separated(state)
-    old_size = max((mark.world_size for each in states.values() for mark in marks_of(each)), default=len(states))
+    old_size = max((mark.world_size for each in states.values() for mark in savers_of(each)), default=len(states))
     if missing := [str(old) for old in range(min(old_size, len(states) + 1)) if old not in states]:
         raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     return part_or_share(states, rank, world_size, old_size)
@@ -450,7 +451,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")
     try:
         for rank, state in enumerate(states):
-            savers, counts = {mark.rank for mark in marks_of(state)}, {mark.world_size for mark in marks_of(state)}
+            savers, counts = {mark.rank for mark in savers_of(state)}, {mark.world_size for mark in savers_of(state)}
             if savers and savers != {rank}:
                 raise ValueError(
                     f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all "
@@ -492,9 +493,9 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
             if world_size != old_size:  # chunks get other owners
                 saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
             ours = dict(saved_of[largest].ours)
-            for name, part_of in ("momentum", itemgetter("momentum")), ("local", _local_of), ("start", _start_of):
+            for name in AVERAGED:
                 if any(name in saved.ours for saved in saved_of.values()):
-                    ours[name] = _mean([(part_of(saved.ours), shares[old]) for old, saved in saved_of.items()])
+                    ours[name] = _mean([(_part_of(saved.ours, name), shares[old]) for old, saved in saved_of.items()])
         except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
         if saved_by := SavedBy.of(ours):
@@ -520,18 +521,13 @@ def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     return replace(saved, ours=ours)
 
 
-def _start_of(ours: Mapping[str, Any]) -> Any:
-    """Returns where a rank's local steps start; a state has left it out where that is the global weights."""
-    return ours.get("start", ours["global"])
+def _part_of(ours: Mapping[str, Any], name: str) -> Any:
+    """Returns a part of `AVERAGED`; a state has left out local weights, and their start, that are the global ones.
 
-
-def _local_of(ours: Mapping[str, Any]) -> Any:
-    """Returns a rank's local weights; a state has left them out where they are the global ones, and so is the start.
-
-    Those that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
+    Local weights that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
     """
-    local = ours.get("local", ours["global"])
-    return local if bool(local.isfinite().all()) else _start_of(ours)
+    part = ours[name] if name == "momentum" else ours.get(name, ours["global"])
+    return part if name != "local" or bool(part.isfinite().all()) else _part_of(ours, "start")
 
 
 def _mean(parts: list[tuple[Any, Fraction]]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from demopt.optim.mistakes import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
 from demopt.replicator.rounds import Rounds
-from demopt.state import StateDict, check_form, collect, consolidated, marks_of, own_part
+from demopt.state import StateDict, check_form, collect, consolidated, own_part, savers_of
 from demopt.validation import warn
 
 _MANY_IDLE = 100  # rounds
@@ -127,7 +127,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
         found = self.own_state_dict()
-        if self._all_states and marks_of(found) not in map(marks_of, self._all_states.values()):
+        if self._all_states and savers_of(found) not in map(savers_of, self._all_states.values()):
             # Marks count entries: a parameter has begun to train since, or a script has cleared the inner state.
             self._all_states = None
         return consolidated(self._all_states, found) if self._all_states else found

@@ -89,7 +89,7 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
 
 
 def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, world_size: int) -> None:
-    """Adds an owner's error to its own momentum [n, r, c], in place, because the chunks get another owner.
+    """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
     It enters `world_size` times, because the mean over so many ranks is taken of it next, by a round or `share_of`.
     """

@@ -79,9 +79,9 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     gone = [log.moments_name(each) for each in old]
     try:
         if not run.record.keep_log:
-            # Who has written the second regular one that is there has deleted all rounds before the first.
-            cleared = regular[0] if last > regular[0] > run.record.checkpoint_every else 0
-            gone += log.pieces(run.store, range(max(run.cleared, cleared), last))
+            # Unless the first one there is the run's first: who deleted the one before it deleted the rounds, too.
+            deleted = regular[0] if last > regular[0] > run.record.checkpoint_every else 0  # before this round
+            gone += log.pieces(run.store, range(max(run.cleared, deleted), last))
             gone += [log.checkpoint_name(run.record, each) for each in old]
         run.store.delete(gone)
     except ExchangeError as error:
@@ -130,7 +130,7 @@ def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int
     return run.wait_for(read, f"{run.store.address} has no {what}, and its messages are gone")
 
 
-def lent_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) -> Moments:
+def read_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) -> Moments:
     """Returns the moments beside the newest checkpoint after `rounds` or fewer; none if none are sound.
 
     With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.

@@ -40,7 +40,7 @@ from demopt.runs.open_round import (
 from demopt.runs.reading import Reading, Reads
 from demopt.runs.stop import StopWish
 from demopt.runs.store import RECORD, Patient, Store, open_store
-from demopt.runs.weights import FolderRounds
+from demopt.runs.weights import FolderRounds, SavedWorker
 from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
 from demopt.wire.message import Header
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
 T = TypeVar("T")
-# A worker's in the run, by its weights. "outside": its own; "observer": the run's, and it has sent nothing; "restored":
-# a state's; "joining": since `move_to` the run's, until `join` ends; "joined"
-Role = Literal["outside", "observer", "restored", "joining", "joined"]
+# A worker's in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent nothing;
+# "joining": it has sent something before the state that it has loaded, until `join` ends; "joined"
+Role = Literal["outside", "observer", "joining", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -142,9 +142,10 @@ class FolderExchange(VaryingExchange):
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
         # Its own, and that of its rounds:
         self.role: Role = "outside"
+        self.restored: SavedWorker | None = None  # a state's, while the weights are still that state's
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self.sent_from = 0  # the first round in which `put` has sent nothing yet, nor in a later one
+        self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
@@ -379,7 +380,7 @@ class FolderExchange(VaryingExchange):
 
     def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
-        self.sent_from = mine.round + 1
+        self.sent_from = max(mine.round + 1, self.sent_from if self.role == "joining" else 0)
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
@@ -481,8 +482,7 @@ class FolderExchange(VaryingExchange):
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
-        if self.role == "restored":  # `restore` sets that after its own call
-            self.role = "joining"
+        self.restored = None
 
     # Its end
 

@@ -26,9 +26,9 @@ from demopt.runs import log
 from demopt.runs.checkpoints import (
     Checkpoint,
     checkpoint_of,
-    lent_moments,
     newest_checkpoint,
     packed_shapes,
+    read_moments,
     save_checkpoint,
 )
 from demopt.runs.log import Manifest
@@ -113,7 +113,6 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._is_behind = False  # rounds may have been decided without this worker, and are not applied
-        self._restored: SavedWorker | None = None  # a state's, from `restore` to the end of `join`
 
     @property
     def _number(self) -> int:
@@ -141,16 +140,17 @@ class FolderRounds(Rounds):
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
         started, before = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator))
         if started:
-            run.numbers_read.clear()  # of a state of another run
+            run.numbers_read.clear()  # of a state of another run, as the next two
+            run.restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
                 self._enter(before)
                 self._follow_run()
-                if self._restored is not None:
-                    self._drop_if_sent_since(self._restored.sent_from)
+                if run.role == "joining":
+                    self._drop_if_sent_since(run.sent_from)
         run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
-        self._is_behind, self._restored = False, None
+        self._is_behind = False
         if not run.stopping:
             run.hello(self._number)
         run.role = "joined"
@@ -174,8 +174,8 @@ class FolderRounds(Rounds):
 
     def _enter(self, before: Manifest | None) -> None:
         """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
-        run, saved = self.run, self._restored
-        if saved is not None and run.role == "restored":
+        run = self.run
+        if (saved := run.restored) is not None:
             if saved.run != run.record.identity:
                 raise SettingsError(f"the state is of another run than {run.store.address} holds")
             run.worker = saved.worker
@@ -213,7 +213,8 @@ class FolderRounds(Rounds):
         """Goes on with the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
-        attached = Attached(replace(message, body=b""), before, time.monotonic(), sequences)
+        envelope = replace(message, body=b"")
+        attached = Attached(envelope, before, round_began=time.monotonic(), sequences=sequences)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -461,16 +462,16 @@ class FolderRounds(Rounds):
 
     def lent_moments(self) -> Moments:
         tensors = self.replicator.wiring().replicated_tensors()
-        return {} if self.moments() else lent_moments(self.run, tensors, self._number)
+        return {} if self.moments() else read_moments(self.run, tensors, self._number)
 
     # This worker's state
 
     def entry(self) -> dict[str, Any]:
-        run, saved = self.run, self._restored
+        run = self.run
         if run.role == "outside":
             return {}
-        if saved is not None and run.role == "restored":
-            return replace(saved, unsent=run.unsent).entry()  # local steps may have come since
+        if run.restored is not None:
+            return replace(run.restored, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
@@ -478,20 +479,22 @@ class FolderRounds(Rounds):
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:
             unsent, _ = run.unsent_after(current.attached.sequences, is_finite=False)
-        if saved is not None:  # what it has sent since the state is dropped at the end of `join`
-            sent_from = saved.sent_from
-        else:  # its weights may be of before the messages that it has sent, as after a fork
-            sent_from = max(run.sent_from, self._number if current is None else self._number + 1)
-        numbers = sorted(run.unsent_reads), sent_from, unsent, in_message, run.in_error
-        return SavedWorker(run.record.identity, run.worker, before, message, *numbers).entry()
+        sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
+        if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
+            sent_from = max(sent_from, self._number if current is None else self._number + 1)
+        return SavedWorker(
+            run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(run.unsent_reads),
+            sent_from=sent_from, unsent=unsent, in_message=in_message, in_error=run.in_error,
+        ).entry()  # fmt: skip
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
         return SavedWorker.of(entry)  # at `join` the message shows whether it is of this layout
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        run, self._restored, self._is_behind = self.run, saved, False
+        run, self._is_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
-        run.role = "restored" if saved else "outside"
+        run.role, run.restored = ("joining" if saved else "outside"), saved
         run.numbers_read = {*saved.read} if saved else set()
         run.unsent, run.in_error = (saved.unsent, saved.in_error) if saved else (0, 0)
+        run.sent_from = saved.sent_from if saved else run.sent_from
