@@ -66,14 +66,12 @@ class Collective(Exchange):
         return received
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
-        """One broadcast from the member `src`, counted within the group."""
         spread = self._served(data_B)
         self._run(spread, dist.broadcast, spread, self._global_ranks[src])
         if spread is not data_B:
             data_B.copy_(spread)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
-        """One gather to the member `dst`, counted within the group."""
         message_B, rows = self._served(message_B), None
         if self.rank == dst:
             rows = [torch.empty_like(message_B) for _ in range(self.world_size)]

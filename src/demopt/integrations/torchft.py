@@ -7,7 +7,6 @@ A message is extracted once, whatever happens to its round: a detached round wai
 content until the round is applied, so no gradient is lost and none is sent twice. See docs/integrations.md.
 """
 
-import json
 import os
 import time
 import weakref
@@ -29,7 +28,6 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round, Stats
 from demopt.state import unmarked
 from demopt.validation import first_difference
-from demopt.wire.layout import digest
 
 __all__ = ["Optimizer"]
 
@@ -43,7 +41,7 @@ class Participant(NamedTuple):
     name: int
     step: int
     weights: int  # fingerprint
-    settings: int  # digest of the facts that must be equal
+    settings: dict[str, str]  # the facts that must be equal
     has_message: bool
 
 
@@ -188,14 +186,13 @@ class Optimizer(torch.optim.Optimizer):
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._patience)
-        settings = digest(json.dumps(self._fixed()))
-        step = -1 if self._torn else self._manager.current_step()
-        mine = Participant(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
+        step, fingerprint = -1 if self._torn else self._manager.current_step(), self.inner.fingerprint(state=True)
+        mine = Participant(self._name, step, fingerprint, self._fixed(), self._detached is not None)
         workers = [Participant(*found) for found in gather_values(exchange, mine)]
         source = leader(workers)
         if workers[source].step < 0:
             raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
-        self._compare_settings(exchange, workers, source)
+        _compare_settings(workers, source, exchange.rank)
         newest = (workers[source].step, workers[source].weights)
         behind = [rank for rank, worker in enumerate(workers) if (worker.step, worker.weights) != newest]
         given = gather_values(exchange, self._given() if exchange.rank == source else None)[source]
@@ -219,18 +216,6 @@ class Optimizer(torch.optim.Optimizer):
         """Returns the facts that no schedule changes."""
         facts = self.inner.replicator.wiring().facts()
         return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
-
-    def _compare_settings(self, exchange: "QuorumExchange", workers: list[Participant], source: int) -> None:
-        """Raises SettingsError where this worker is the odd one; the run goes on without it."""
-        odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
-        if not odd:
-            return
-        facts = gather_values(exchange, self._fixed())
-        found = first_difference(facts[source], facts[exchange.rank if exchange.rank in odd else odd[0]])
-        told = "{0} = {2} here, and {1} in the run".format(*found) if found else "nothing"
-        if exchange.rank in odd:
-            raise SettingsError(told)
-        raise ExchangeError(f"a worker has other settings: {told}")
 
     def _heal(self, exchange: "QuorumExchange", source: int, behind: list[int], given: dict[str, Any]) -> None:
         """Sends weights, step and rules' state from `source` to those that are behind, and what is `given` besides."""
@@ -282,14 +267,24 @@ class Optimizer(torch.optim.Optimizer):
         self._detached = None  # an interrupted round, of the weights before
 
 
+def _compare_settings(workers: list[Participant], source: int, me: int) -> None:
+    """Raises SettingsError where this worker is the odd one; the run goes on without it."""
+    for worker in (workers[me], *workers):
+        if found := first_difference(workers[source].settings, worker.settings):
+            told = "{0} = {2} here, and {1} in the run".format(*found)
+            raise (
+                SettingsError(told) if worker is workers[me] else ExchangeError(f"a worker has other settings: {told}")
+            )
+
+
 def leader(workers: list[Participant]) -> int:
     """Returns the rank whose weights count: of the newest ones, the first with the most common weights.
 
     A worker in a step comes before one that has just joined, because a new one may lack its learning rate.
 
     Examples:
-        >>> ahead, other = Participant(1, 7, 10, 0, True), Participant(2, 7, 11, 0, True)
-        >>> behind = Participant(3, 6, 10, 0, True)
+        >>> ahead, other = Participant(1, 7, 10, {}, True), Participant(2, 7, 11, {}, True)
+        >>> behind = Participant(3, 6, 10, {}, True)
         >>> leader([behind, other, ahead, ahead])
         2
     """

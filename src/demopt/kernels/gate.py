@@ -78,7 +78,6 @@ def as_contiguous(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> None:
-    """Raises ValueError unless tensors are `apart`."""
     if not apart(written, read):
         raise ValueError("tensors share memory that the kernel writes; give it copies")
 

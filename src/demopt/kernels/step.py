@@ -64,7 +64,6 @@ class Basis(ctypes.Structure):
 
 
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels cover chunks of this shape, dtype and device."""
     return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and library() is not None
 
 
@@ -147,7 +146,6 @@ def _held(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] 
 
 
 def received_signs(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) -> Received:
-    """Takes signs, codes of scales, and the weights of the ranks in the mean."""
     (world_size, chunks, width), total = signs_WCS.shape, sum(weights)
     _check_ranks(world_size)
     whole = signs_WCS.stride(2) == 1 and signs_WCS.stride(1) == width  # of each rank
@@ -163,7 +161,6 @@ def received_signs(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]
 def received_strongest(
     positions_WCK: Tensor, levels_WCK: Tensor, codes_WC: Tensor, largest_level: int, reduction: str
 ) -> Received:
-    """Takes positions, levels and codes of scales."""
     world_size, chunks, keep = positions_WCK.shape
     _check_ranks(world_size)
     positions, at_positions = _held("positions", positions_WCK, torch.int16)

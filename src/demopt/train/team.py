@@ -122,7 +122,6 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
