@@ -26,6 +26,11 @@ from demopt.exchange.liveness import Answer, Liveness, verdict_of
 from demopt.exchange.process_group import resolve
 
 
+def test_values_travel_by_the_host_under_any_default_device():
+    with torch.device("meta"):
+        assert gather_values(SingleRank(), {"a": [1]}) == [{"a": [1]}]
+
+
 def conform(exchange):
     rank, world_size = exchange.rank, exchange.world_size
     assert 0 <= rank < world_size

@@ -153,8 +153,8 @@ def all_reduce_bytes(size: int, world_size: int) -> int:
 
 def gather_values(exchange: Exchange, value: Any, device: torch.device | None = None) -> list[Any]:
     """Returns each rank's value, by rank. It travels as JSON on `device`, so tuples arrive as lists."""
-    text = json.dumps(value).encode()
+    text, device = json.dumps(value).encode(), device or torch.device("cpu")
     sizes = exchange.all_gather(torch.tensor([len(text)], device=device).view(torch.uint8)).cpu().view(torch.int64)
     size = int(sizes.max())  # of leaders: another process of a node may have a longer text, which does not travel
     raw = torch.frombuffer(bytearray(text.ljust(size)[:size]), dtype=torch.uint8)
-    return [json.loads(bytes(row.tolist())) for row in exchange.all_gather(raw.to(device or "cpu")).cpu()]
+    return [json.loads(bytes(row.tolist())) for row in exchange.all_gather(raw.to(device)).cpu()]
