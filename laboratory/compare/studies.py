@@ -83,34 +83,15 @@ def _one_bit() -> tuple[Entry, ...]:
 
 
 def _muon_momentum() -> tuple[Entry, ...]:
-    """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps.
-
-    "b": AdamW's beta2, .95 where it is not named. "e": the error's decay, 1 where it is not. "k": coefficients of a
-    chunk of 4,096, in place of all.
-    """
-    momenta, sparse = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "error_decay": 0.5}
+    """Entries of Muon's momentum with all gradients, then of the default by steps per round."""
+    every = (5, 10, 15, 30)
     local = (
-        *(_local(f"h{every} {each}", every=every, momentum=each) for every in (5, 10, 15, 30) for each in momenta),
-        *(_local(f"h{every} default", every=every, **DEFAULT) for every in (5, 10, 15, 30)),
-        *(_local(f"h{every} default, outer step", every=every, **DEFAULT, **STEP) for every in (5, 10, 15, 30)),
-        *(_local(f"h{every} 0.9 b0.99", every=every, **SLOW) for every in (5, 10, 15, 30)),
-        *(
-            _local(f"h{every} e{b}", every=every, **{**DEFAULT, "error_decay": b})
-            for every in (5, 30)
-            for b in (0.5, 0.8)
-        ),
+        *(_local(f"h{each} default", every=each, **DEFAULT) for each in every),
+        *(_local(f"h{each} default, outer step", every=each, **DEFAULT, **STEP) for each in every),
         _local("h5 default, two-way", route="owner", **DEFAULT),
-        _local("h5 0.9 b0.99 two-way", route="owner", **SLOW),
-        *(_local(f"h5 0.9 b{beta2}", momentum=0.9, beta2=beta2) for beta2 in (0.995, 0.999)),
-        *(
-            Entry(f"h{every} k{top_k} 0.9", "local", {"sync_every": every, "top_k": top_k, **sparse}, LOCAL_RATE)
-            for every, top_k in ((1, 115), (2, 115), (2, 231))
-        ),
-        Entry("h2 k115 0.9 b0.99", "local", {"sync_every": 2, "top_k": 115, **sparse, "beta2": 0.99}, LOCAL_RATE),
     )
     return (
-        *(Entry(f"muon {momentum}", "muon", {"momentum": momentum}, LOCAL_RATE) for momentum in momenta),
-        Entry("muon 0.9 b0.99", "muon", {"momentum": 0.9, "beta2": 0.99}, LOCAL_RATE),
+        *(Entry(f"muon {momentum}", "muon", {"momentum": momentum}, LOCAL_RATE) for momentum in (0.8, 0.9)),
         *(replace(entry, beside=f"muon {MUON_DDP}") for entry in local),
     )
 
