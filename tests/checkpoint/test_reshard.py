@@ -218,12 +218,20 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind, monkey
     ranks.threads(takes, 3)
 
 
-@pytest.mark.parametrize("ranks", [3, [1], {"0": {}}, {0: 3}, {0: {}}, {0: {"state": {0: 3}}}, {1: {}}], ids=str)
-def test_consolidated_state_of_another_form_is_refused(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        *((each, "entry 'ranks' is .*; give states by rank") for each in (3, [1], {"0": {}})),
+        *((each, "this is no optimizer's state") for each in ({0: 3}, {0: {"state": {0: 3}}})),
+        ({0: {}}, "should hold a momentum of shape"),
+        ({1: {}}, "saved by 1 ranks, but has nothing of rank 0"),
+    ],
+)
+def test_consolidated_state_of_another_form_is_refused(ranks, told):
     optimizer = carriers.build("DeMo")
     before = problems.by_file(optimizer.state_dict())
     before["state"] = {n: {"step": entry["step"]} for n, entry in before["state"].items()}
-    with pytest.raises((ValueError, TypeError), match="state"):
+    with pytest.raises((ValueError, TypeError), match=told):
         optimizer.load_state_dict({**before, "ranks": ranks})
 
 
