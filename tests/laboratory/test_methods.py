@@ -18,9 +18,8 @@ from laboratory.compare.methods.averaged import MAKERS, muon_maker
 from laboratory.compare.methods.muloco import MuLoCo, quantise
 from laboratory.compare.studies import STUDIES, Entry
 from laboratory.network import steps
-from laboratory.simulation.demo import DeMoWorkers
+from laboratory.simulation.demo import DeMoWorkers, LocalDeMoWorkers
 from laboratory.simulation.experiment import Experiment
-from laboratory.simulation.local_demo import LocalDeMoWorkers
 from laboratory.simulation.workers import Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
 from laboratory.training import TrainConfig, build, load_corpus
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from laboratory.compare.methods.averaged import adamw_maker, maker_of
-from laboratory.simulation.local_demo import LocalDeMoWorkers
+from laboratory.simulation.demo import LocalDeMoWorkers
 from laboratory.simulation.workers import SimulatedWorkers
 
 
