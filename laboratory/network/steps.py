@@ -25,57 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 import demopt
 from demopt.exchange import Collective
 from laboratory.compare.methods.averaged import maker_of
-from laboratory.compare.methods.muloco import BITS, ERROR_DECAY, quantise
+from laboratory.compare.methods.muloco import MuLoCoRank
 from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES, Entry
-from laboratory.simulation.workers import Optimizer, Rates, copy_weights, trained
+from laboratory.simulation.workers import Rates
 from laboratory.training import Corpus, backward, batch, build, load_corpus
 
 #: A byte-level decoder of 0.93M parameters.
 SCALE = Scale(steps=1000, width=192, eval_sequences=128)
 ENTRIES = {entry.name: entry for entry in STUDIES["race"].entries}
 RECEIVED = Path("/sys/class/net/eth0/statistics/rx_bytes")
-SHIFTS = torch.arange(0, 8, BITS, dtype=torch.uint8)  # of four places in a byte
 CPU, LIMIT, SEED, RATE = torch.device("cpu"), timedelta(seconds=120), 0, 1e-3
 Seconds = tuple[float, float, float]  # of a step: total, compute, optimizer
-
-
-class QuantisedRank:
-    """MuLoCo in 2 bits on one rank: `MuLoCo` with messages that travel, packed, in one all_gather."""
-
-    def __init__(self, model: nn.Module, inner: list[Optimizer], group: Any, settings: dict[str, Any]) -> None:
-        self.inner, self.exchange, self.every, self.taken = inner, Collective(group), settings["every"], 0
-        self.local = trained(model)
-        self.weights = [weight.detach().clone() for weight in self.local]
-        self.errors = [torch.zeros_like(weight) for weight in self.weights]
-        self.error_decay, momentum = settings.get("error_decay", ERROR_DECAY), settings["outer_momentum"]
-        self.outer = torch.optim.SGD(self.weights, settings["outer_lr"], momentum, nesterov=momentum > 0)
-        self.stats = demopt.Stats()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Takes a local step, and after H of them a round."""
-        for optimizer in self.inner:
-            optimizer.step()
-        self.taken, self.stats = self.taken + 1, demopt.Stats()
-        if self.taken % self.every:
-            return
-        packed = []
-        for weight, local, error in zip(self.weights, self.local, self.errors, strict=True):
-            places, means = quantise(error.mul_(self.error_decay).add_(weight - local))
-            error.sub_(means[places].view_as(error))
-            fours = nn.functional.pad(places.to(torch.uint8), (0, -len(places) % 4)).view(-1, 4)
-            packed += [means.view(torch.uint8), (fours << SHIFTS).sum(1, dtype=torch.uint8)]
-        message, began = torch.cat(packed), time.perf_counter()
-        gathered = self.exchange.all_gather(message)
-        self.stats = demopt.Stats(seconds={"exchange": time.perf_counter() - began})
-        parts = iter(gathered.split([len(part) for part in packed], dim=1))
-        for weight, means_W, fours_W in zip(self.weights, parts, parts, strict=True):
-            places_W = (fours_W.unsqueeze(-1) >> SHIFTS & 3).flatten(1)[:, : weight.numel()].long()
-            values_W = means_W.contiguous().view(torch.float32).gather(1, places_W)
-            weight.grad = values_W.mean(0).view_as(weight)
-        self.outer.step()
-        copy_weights(self.weights, self.local)
 
 
 @dataclass
@@ -110,11 +71,13 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
         settings.pop("route")  # of studies from the time when DeMo had several
         optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **settings)
         return RankMethod(model, [optimizer])
-    name = settings.pop("inner", "muon" if entry.method == "muloco" else entry.method)
+    if entry.method == "muloco":
+        rank = MuLoCoRank(model, Collective(group), **settings)
+        Rates(rank.inner).set(RATE)
+        return RankMethod(model, [rank], rank.every)
+    name = settings.pop("inner", entry.method)
     inner = maker_of(name, settings)(model)
     Rates(inner).set(RATE)
-    if entry.method == "muloco":
-        return RankMethod(model, [QuantisedRank(model, inner, group, settings)], settings["every"])
     if entry.method == "local":
         around = demopt.LocalDeMo(inner, process_group=group, **settings)
         return RankMethod(model, [around], settings["sync_every"], bool(settings.get("delay")))

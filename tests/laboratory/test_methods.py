@@ -92,10 +92,11 @@ def test_muloco_steps_on_the_mean_pseudo_gradient_in_2_bits():
     close(matrix.weight.data, torch.ones(12, 8))  # between rounds the global weights are those of the last one
     cost = walk(method, GRADIENTS[1])
     close(matrix.weight.data, 1 - 0.7 * (mean + 0.6 * mean))
-    assert all(torch.equal(weights[0], method.global_weights[0]) for weights in method.weights)
-    for rank in range(W):
-        close(method.errors[rank][0], whole[rank] - sent[rank])
-        assert len(sent[rank].unique()) <= 4
+    for rank, moved, quantised_move in zip(method.optimizers, whole, sent, strict=True):
+        assert torch.equal(rank.local[0], matrix.weight)
+        close(rank.errors[0], moved - quantised_move)
+        assert len(quantised_move.unique()) <= 4
+    method.close()
     assert (cost.payload_bytes, cost.received_bytes) == (P // 4 + 20, all_gather_bytes(P // 4 + 20, W))
 
 
@@ -109,6 +110,7 @@ def test_muloco_of_the_race_on_links_gives_the_weights_of_the_simulated_one(rank
         walk(method, given)
         model.weight.grad = given[rank].clone()
         raced.optimizers[0].step()
+    method.close()
     close(model.weight, matrix.weight)
 
 
