@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from rich.filesize import decimal
+
 from laboratory.compare.figures import SIGMAS, Figures, difference
 from laboratory.compare.run import Row
 from laboratory.compare.tuning import Plan
@@ -26,7 +28,7 @@ def table(figures: Sequence[Figures]) -> str:
         if each.beside in by_name:
             nats, errors = difference(each, by_name[each.beside])
             above = f"{nats:+.3f} " + (f"({errors:.1f} s.e.) " if math.isfinite(errors) else "")
-        cells = f"{bytes_text(each.sent_bytes)} | {bytes_text(each.received_bytes)}"
+        cells = f"{decimal(round(each.sent_bytes))} | {decimal(round(each.received_bytes))}"
         lines.append(f"| {each.name} | {loss} | {above}| {each.lr:g} | {cells} |")
     return "\n".join(lines)
 
@@ -47,17 +49,3 @@ def text(plan: Plan, figures: Sequence[Figures], rows: Sequence[Row]) -> str:
     ]
     title = f"# {plan.study.name}: {plan.study.question}"
     return "\n\n".join([title, table(figures), "\n".join(f"- {note}" for note in notes)])
-
-
-def bytes_text(count: float) -> str:
-    """Formats a byte count with a decimal unit.
-
-    Examples:
-        >>> bytes_text(1500.2)
-        '1.5 kB'
-    """
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

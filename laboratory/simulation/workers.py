@@ -118,36 +118,6 @@ class Rates:
                 group["lr"] = lr * group["initial_lr"]
 
 
-class Mean:
-    """The mean of W workers' gradients.
-
-    Examples:
-        >>> parameter = nn.Parameter(torch.zeros(2))
-        >>> mean = Mean([parameter])
-        >>> for value in (1.0, 3.0):
-        ...     parameter.grad = torch.full((2,), value)
-        ...     mean.add(share=0.5)
-        >>> mean.put(clip=0.0)
-        >>> parameter.grad
-        tensor([2., 2.])
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._sums = [torch.zeros_like(parameter) for parameter in parameters]
-
-    def add(self, share: float) -> None:
-        """Adds the parameters' gradients times a worker's share, as in DistributedDataParallel."""
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
-            if parameter.grad is not None:
-                total.add_(parameter.grad, alpha=share)
-
-    def put(self, clip: float) -> None:
-        """Puts the mean, clipped, into the parameters' gradients and resets the sum."""
-        put_gradients(self._parameters, self._sums, clip)
-        self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
-
-
 class Averaged(Method):
     """DistributedDataParallel: averages all gradients, then steps optimizers whose rates are factors (`Rates`).
 
@@ -164,17 +134,23 @@ class Averaged(Method):
     def __init__(self, workers: SimulatedWorkers, optimizers: list[Optimizer]) -> None:
         super().__init__(workers)
         self.optimizers = optimizers
-        self._rates, self._mean = Rates(optimizers), Mean(self.parameters)
+        self._rates, self._means = Rates(optimizers), [torch.zeros_like(parameter) for parameter in self.parameters]
 
     def begin(self, lr: float) -> None:
         self._rates.set(lr)
 
     def take(self, rank: int) -> None:
         del rank
-        self._mean.add(1 / self.workers.world_size)
+        for parameter, mean in zip(self.parameters, self._means, strict=True):
+            if parameter.grad is not None:
+                mean.add_(parameter.grad, alpha=1 / self.workers.world_size)
 
     def finish(self) -> Cost:
-        self._mean.put(self.workers.clip)
+        for parameter, mean in zip(self.parameters, self._means, strict=True):
+            parameter.grad = mean.clone()
+            mean.zero_()
+        if self.workers.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.workers.clip)
         for optimizer in self.optimizers:
             optimizer.step()
         size = FLOAT32_BYTES * self.workers.elements
@@ -188,14 +164,6 @@ class Averaged(Method):
         self.workers.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-
-
-def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip: float) -> None:
-    """Sets the parameters' gradients and clips their norm to `clip`, unless it is 0."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    if clip:
-        nn.utils.clip_grad_norm_(parameters, clip)
 
 
 @torch.no_grad()
