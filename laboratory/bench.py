@@ -259,13 +259,10 @@ def allocated(work: Callable[[], object], device: torch.device) -> tuple[int, in
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
         work()
     events: Any = profiler.profiler.kineto_results.events()
-    found = [(event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if _is_memory(event)]
+    ours = [event for event in events if event.name() == "[memory]"]
+    found = [(event.start_ns(), place, event.nbytes()) for place, event in enumerate(ours)]
     sums = list(itertools.accumulate((size for _, _, size in sorted(found)), initial=0))
     return max(sums), sums[-1]
-
-
-def _is_memory(event: Any) -> bool:
-    return bool(event.name() == "[memory]")
 
 
 def cores() -> int:

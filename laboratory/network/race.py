@@ -93,11 +93,6 @@ def timed(scale: Scale, workers: int, methods: Sequence[str], links: Sequence[Li
     return found
 
 
-def target_loss(curves: dict[str, Curve]) -> float:
-    """Returns the loss that is raced for: Muon-DDP's last."""
-    return curves["Muon-DDP"][-1][1]
-
-
 def steps_to(curve: Curve, loss: float) -> float | None:
     """Returns the step at which a curve reaches a loss, between its points by straight lines; None if it never does.
 
@@ -113,7 +108,7 @@ def steps_to(curve: Curve, loss: float) -> float | None:
 
 def composed(curves: dict[str, Curve], results: list[Row], workers: int) -> list[Row]:
     """Returns a row for each method and link."""
-    loss, rows = target_loss(curves), []
+    loss, rows = curves["Muon-DDP"][-1][1], []  # which all race for
     for result, name in itertools.product(results, curves):
         step, steps = step_seconds(name, result), steps_to(curves[name], loss)
         seconds = None if steps is None else steps * step["step"]
