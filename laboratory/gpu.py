@@ -103,20 +103,17 @@ def bits(device: torch.device, quick: bool, steps: int = 10) -> dict[str, Any]:
     return {"equal": list(cases)}
 
 
-def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that are free on the device; of a CPU, more than anything takes."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 62
-
-
 def steps(device: torch.device, quick: bool) -> dict[str, Any]:
     """Measures a step of each method of `laboratory.bench` at both sizes, in milliseconds."""
     found: dict[str, Any] = {}
     for size, (shapes, rounds) in {"124M": ("gpt2", 20), "1B": ("gpt2-1b", 5)}.items():
         given = bench.shapes_of("quick" if quick else shapes)
         needed = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in given)
+        free = needed  # of a CPU
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if (free := free_bytes(device)) < needed:
+            free = torch.cuda.mem_get_info(device)[0]
+        if free < needed:
             found[size] = {"skipped": f"takes {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"}
             continue
         with tempfile.TemporaryDirectory() as folder:
