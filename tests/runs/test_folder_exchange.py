@@ -82,7 +82,9 @@ def test_worker_that_is_always_late_is_expected_for_two_rounds_and_then_sends_at
     assert second.rounds == first.rounds + 1
     assert second.digest == replayed(store)[-1]
     second.run.left_out = 5000  # where another one decides all rounds alone
-    assert 0.0 <= second.run.seconds_needed <= 600.0
+    second.run.hello(second.rounds)
+    assert second.run.seconds_needed == 600.0
+    assert "this worker needs more than 600 s to be there" in second.said[-1]
 
 
 def test_note_that_is_a_function_is_asked_for_each_message_also_one_that_is_sent_again(store):
@@ -309,6 +311,23 @@ def test_checkpoint_of_a_fork_is_read_once_while_another_is_waited_for(store, mo
     assert read.call_count == 1
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda _: {"marks": 3},
+        lambda _: {"marks": [{}] * 4},
+        lambda group: {"marks": group["marks"][1:]},
+        lambda _: {"frozen": None},
+    ],
+)
+def test_record_without_marks_that_could_be_compared_is_joined_without_a_word(odd, store):
+    Worker(store, 0).join()
+    record = json.loads(store.get(RECORD, 1 << 20))
+    record["groups"][0] |= odd(record["groups"][0])
+    stores.put(store, RECORD, json.dumps(record).encode())
+    assert Worker(store, 0).join().said == []
+
+
 @pytest.mark.parametrize("damage", ["cut", "a bit", "of another run"])
 def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store, damage):
     first, stranger = (Worker(each, 0, checkpoint_every=1).round(3) for each in (store, ObjectStore()))
@@ -414,6 +433,40 @@ def test_name_of_a_worker_that_others_would_not_read_is_refused(name, tmp_path):
         FolderExchange(os.fsencode(tmp_path)).worker = name
 
 
+def test_exchange_that_has_joined_no_run_has_no_record_and_no_row(store):
+    run = Worker(store, 0).run
+    assert run.row is None
+    with pytest.raises(RuntimeError, match="this worker has not joined the run yet"):
+        _ = run.record
+    with pytest.raises(ExchangeError, match="holds no run"):
+        run.find_run()
+
+
+def test_wait_for_an_object_is_told_once_and_ended_by_the_user(store, monkeypatch):
+    monkeypatch.setattr("demopt.runs.exchange.TOLD_AFTER", 0.0)
+    worker, asked = Worker(store, 0), iter([False, False, True])
+    worker.run._patient.patience, worker.run.asked_to_stop = 600.0, lambda: next(asked)
+    with pytest.raises(ExchangeError, match="it is gone"):
+        worker.run.wait_for(lambda: None, "it is gone")
+    assert worker.said == ["it is gone; waiting up to 60 s"]
+
+
+def test_put_that_a_busy_server_refuses_although_the_name_is_free_is_repeated(store):
+    worker, refused, put = Worker(store, 0).join(), set(), store.put_if_absent
+    store.put_if_absent = lambda name, data: put(name, data) if name in refused else bool(refused.add(name))
+    worker.run._patient.patience = 60.0
+    assert worker.round().run.row == 0
+    assert {log.message_name(0, "w0"), log.manifest_name(0)} <= refused
+
+
+def test_worker_that_was_asked_to_stop_asks_nobody_to_wait_for_it(store):
+    first, late = joined(store)
+    late.run.asked_to_stop = lambda: True
+    rounds(first, late)
+    assert late.run.left_out == 1
+    assert not log.look(store, 1).hellos
+
+
 def test_demo_and_route_owner_refuse_a_folder(store):
     demo = demopt.DeMo([torch.nn.Parameter(torch.ones(4))])
     with pytest.raises(ValueError, match="too often for a folder"):
@@ -436,6 +489,8 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     command.stop(address)
     worker.round()
     assert (first.run.stopping, worker.run.stopping) == (False, True)
+    worker.optimizer.load_state_dict(worker.state())
+    assert not worker.round().run.stopping, "it has come after that wish"
 
 
 @pytest.mark.parametrize("missed", ["before it joins", "as it joins", "after it has joined", "for long"])

@@ -130,6 +130,8 @@ def test_object_that_alone_cannot_be_read_halts_nobody_unless_all_need_it(key):
 def test_json_that_would_exhaust_the_stack_of_a_reader_is_damaged(depth):
     with contextlib.nullcontext() if depth < 40 else pytest.raises(MessageError, match="x is damaged"):
         log.json_of("x", b'{"a":' + b"[" * depth + b"]" * depth + b"}")
+    with pytest.raises(MessageError, match="x is damaged: it holds a list"):
+        log.json_of("x", b"[]")
 
 
 def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round():
@@ -140,9 +142,9 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
     bare.put_if_absent("rounds/00000003/ghost.hello", RUN.encode())
     bare.put_if_absent("rounds/00000003/w-3.hello", bare.get("rounds/00000002/w-3.hello", 99))
     assert [log.read_hello(keyed, 3, RUN, name) for name in ("w-1", "w-4")] == [1.5, None]
-    for name in ("w-2", "w-3", "ghost"):
+    for each, name in ((keyed, "w-2"), (keyed, "w-3"), (keyed, "ghost"), (bare, "ghost")):
         with pytest.raises(MessageError):
-            log.read_hello(keyed, 3, RUN, name)
+            log.read_hello(each, 3, RUN, name)
 
 
 def test_hellos_are_read_few_at_a_look_and_one_that_cannot_be_read_yet_at_the_next(store):
@@ -189,9 +191,13 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     assert len(data) < log.MOST_JSON
     assert log._manifest(data, RUN, 3) == manifest
     assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
-    few = log.draft(MESSAGE, None, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
-    assert few.members == {"w-1": 0}
+    with pytest.raises(MessageError, match="round 3, expected"):
+        log._manifest(data, RUN, 4)
+    before = dataclasses.replace(MANIFEST, members={"silent": 0}, seconds={})
+    few = log.draft(MESSAGE, before, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
+    assert (few.members, few.seconds) == ({"silent": 1, "w-1": 0}, {"silent": 0.0, "w-1": 1.5})
     assert few.refused == {"ghost-1": "bad"}
+    assert log.draft(MESSAGE, None, {"w-2": (dataclasses.replace(MESSAGE, stop=True), "0")}, {}, {}).stop
 
 
 def test_wish_to_stop_is_of_one_run():
@@ -257,7 +263,7 @@ IMPOSSIBLE = {
     "manifest": [
         {"author": ESCAPE}, {"members": {ESCAPE: 0}}, {"refused": {"w-1": ESCAPE}}, {"refused": {ESCAPE: "r"}},
         {"author": "../../etc"}, {"author": "w" * 65}, {"author": ""}, {"author": "[/bold]"}, {ESCAPE: 1},
-        {"at": ESCAPE}, {"senders": 1}, {"senders": [{"worker": 1}]}, {"senders": [{**SENT, "worker": ESCAPE}]},
+        {"at": ESCAPE}, *({"senders": each} for each in (1, [1], [{"worker": 1}], [{**SENT, "worker": ESCAPE}])),
         *({"senders": [{**SENT, "samples": samples}]} for samples in (0, 2**32, True)),
         {"senders": [SENT] * 2}, {"members": {"a": "b"}}, {"members": {"a": -1}}, {"round": 3.0},
         {"reading": []}, {"reading": {}}, *({"reading": {**written(READING), **change}} for change in (
@@ -270,7 +276,7 @@ IMPOSSIBLE = {
     "message": [{"reads": reads} for reads in ([1, 2], [-1, 2, 3], [0, 0, 1 << 63], "many")],
     "run": [
         {"checkpoint_every": 0}, {"checkpoint_every": True}, {"facts": {"a": 1}}, {"facts": {"a": ESCAPE}},
-        {"version": ESCAPE}, {"run": "../x"},
+        {"version": ESCAPE}, {"run": "../x"}, {"config_facts": [[1]]},
     ],
 }  # fmt: skip
 

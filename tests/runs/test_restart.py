@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -99,6 +100,23 @@ def test_later_message_whose_round_is_covered_while_its_worker_joins_counts_once
     assert set(counts) == {1.0}, counts
 
 
+def test_message_that_a_state_does_not_know_counts_once_if_an_error_ends_the_first_join():
+    bare = ObjectStore()
+    other, dies = Counter(bare, 0), Counter(bare, 1)
+    steps(other, dies, dies, dies)
+    again = Counter(bare, 1, 0, dies.state(), dies.taken + 1)
+    dies.step()
+    away = patch.object(again.optimizer._rounds, "_drop_if_sent_since", side_effect=ExchangeError("away"))
+    with away, pytest.raises(ExchangeError, match="away"):
+        again.join()
+    state = again.state()
+    assert state["folder"]["before"] == log.digest_of(again.run.decided)
+    again = Counter(bare, 1, 0, state, dies.taken).join()
+    steps(again, again)
+    _, counts = times_applied(bare, [other, again])
+    assert set(counts) == {1.0}, counts
+
+
 def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_each_step_counts_once():
     store, (late, other) = counters()
     steps(late, late, *[other] * 6)
@@ -154,10 +172,12 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     digest = other.digest
     with pytest.raises(MessageError, match="the saved message is of round 0, the state of round 1"):
         first.optimizer._rounds._resume_round(first.run.last.envelope, None, 0)
+    with pytest.raises(MessageError, match="the saved message has 1 bytes, and this layout's another length"):
+        first.optimizer._rounds._resume_round(replace(first.run.last.envelope, round=1, body=b"x"), None, 0)
     known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
-    wrong += [{"read": "3"}, {"read": '["a"]'}, {"sent_from": -1}, {"unsent": -1}, {"in_message": "1"}]
+    wrong += [{"run": ""}, {"read": "3"}, {"read": '["a"]'}, {"sent_from": -1}, {"unsent": -1}, {"in_message": "1"}]
     for folder in [{**known, **each} for each in wrong] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
@@ -204,6 +224,27 @@ def test_state_of_the_branch_that_the_run_went_on_from_goes_on_although_the_stor
     stores.change(store, log.manifest_name(0), lambda packed: packed.replace(b'"author": "w0"', b'"author": "w9"'))
     again = Worker(store, 1, state=state).join()
     assert (again.rounds, again.digest) == (2, digest)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_run_that_went_on_from_another_manifest_than_the_store_shows_is_followed_by_its_checkpoint(store, restarts):
+    first = Worker(store, 0, checkpoint_every=2).round()
+    state, shown = first.state(), store.get(log.manifest_name(0), 1 << 20)
+    stores.put(store, log.manifest_name(0), shown.replace(b'"author": "w0"', b'"author": "w9"'))
+    other = Worker(store, 1).round()
+    stores.put(store, log.manifest_name(0), shown)
+    first = Worker(store, 2, state=state).join() if restarts else first.round()
+    assert (first.rounds, first.digest) == (2, other.digest)
+    assert any("round 2 follows another round" in text for text in first.said)
+
+
+def test_first_manifest_of_a_run_that_follows_another_one_is_damaged(store):
+    Worker(store, 0, keep_log=True).round()
+    stores.change(store, log.manifest_name(0), lambda data: data.replace(b'"before": ""', b'"before": "00"'))
+    with pytest.raises(MessageError, match="the manifest of round 0 is damaged: it follows another one"):
+        Worker(store, 1).join()
+    with pytest.raises(DemoptError, match="follows another"):
+        replayed(store)
 
 
 def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():

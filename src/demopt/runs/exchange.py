@@ -131,7 +131,7 @@ class FolderExchange(VaryingExchange):
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer adds those that it has trained on
         self.in_error = 0  # those of a message that is not listed
-        host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
+        host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40]
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The place of this worker's weights in the run, which `move_to` sets:
         self.decided: Manifest | None = None  # of the round before these weights

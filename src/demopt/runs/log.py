@@ -183,7 +183,7 @@ def draft(
         senders=senders,
         refused=reasons,
         members=members,
-        seconds={worker: needs[worker] for worker in members if worker in needs},
+        seconds={worker: needs.get(worker, 0.0) for worker in members},
         before=digest_of(decided),
         stop=stop,
         weights=author.weights,

@@ -433,9 +433,6 @@ class FolderRounds(Rounds):
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
         chosen = after.before if after else before.digest
         is_mine, is_there = chosen == mine_before, chosen == before.digest
-        if is_mine and is_there:
-            run.move_to(before, stops=False)
-            return  # the others, too, go on from what this worker has
         if is_mine and after is not None:  # only who has applied the one that is gone can apply what follows it
             with suppress(CoveredError):
                 self.apply_manifest(after)
