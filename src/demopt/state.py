@@ -85,7 +85,7 @@ class SavedParameter:
         entry |= {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
             # "momentum" is renamed, too: by that name `entries_of` knows a state of DeMo.
-            is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum") or str(name).startswith(_OF_INNER)
+            is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum")
             entry[f"{_OF_INNER}{name}" if is_ours else name] = value
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()

@@ -254,7 +254,7 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
     for name in state["state"][number].keys() - {"saved_by", "local", *inner} | {of_another_rule}:
         good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
-        wrong += (good.float().to_sparse(),)
+        wrong += (good.float().to_sparse(), good.to(torch.float8_e5m2) if good.dim() else torch.tensor(0.5))
         wrong += () if name in ("global", "start") else (torch.full_like(good.float(), 1e36),)
         for value in ("text", None, 10**400, *wrong):
             damaged = copy.deepcopy(state)
@@ -262,6 +262,11 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
             damaged["param_groups"][0]["lr"] = 0.5
             with pytest.raises(ValueError, match="parameter 2"):
                 new.load_state_dict(damaged)
+    for name in () if kind == "DeMo" else ("global", "error", "round", "local_steps"):
+        damaged = copy.deepcopy(state)
+        del damaged["state"][number][name]
+        with pytest.raises(ValueError, match="parameter 2"):
+            new.load_state_dict(damaged)
     damaged = copy.deepcopy(state)
     damaged["state"][number]["saved_by"] = "text"
     new.load_state_dict(damaged)

@@ -13,7 +13,7 @@ import demopt
 import problems
 import ranks
 from demopt.errors import MessageError
-from demopt.state import separated, share_of
+from demopt.state import separated, share_of, unmarked
 
 
 @functools.cache
@@ -97,6 +97,7 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks():
         ([whole], 3, r"1 states came, and states\[0\] was saved by one of 2 ranks"),
         ([], 1, "there are no states"),
         ([{"model": {}, "optimizer": whole}], 1, "something that is no optimizer's state"),
+        ([whole, 3], 1, "something that is no optimizer's state"),
         ([{**whole, "state": [1]}], 1, "the states are damaged"),
         ([{**whole, "state": {0: {**whole["state"][0], "momentum": None}}}, other], 1, "the states are damaged"),
         ([whole], 0, "world_size is 0"),
@@ -104,6 +105,7 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks():
     ):
         with pytest.raises((ValueError, TypeError), match=says):
             demopt.reshard(states, ranks_now)
+    assert len(demopt.reshard([*map(unmarked, (whole, other))], 3)) == 3, "these do not say whose they are"
 
 
 def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused():
@@ -292,7 +294,7 @@ def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states():
     optimizer = carriers.build("LocalDeMo")
     with pytest.raises(ValueError, match="to is 1; there are ranks 0 to 0"):
         optimizer.consolidate_state_dict(to=1)
-    optimizer.inner[0].state[problems.all_parameters(optimizer)[0]]["thing"] = object()
+    optimizer.inner[0].state[problems.all_parameters(optimizer)[0]] |= {"unset": None, "thing": object()}
     with pytest.raises(TypeError, match="holds thing, a object, which cannot be consolidated"):
         optimizer.consolidate_state_dict()
 

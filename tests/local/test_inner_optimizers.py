@@ -184,6 +184,24 @@ def test_numbers_in_the_state_of_an_inner_optimizer_are_resumed_and_lent_in_thei
     assert others[0].inner[0].state[others[0].param_groups[0]["params"][1]]["exp_avg"].dtype == torch.bfloat16
 
 
+def test_closure_of_several_inner_optimizers_is_called_once_and_no_group_can_be_given_to_all_of_them():
+    found, calls = [], []
+    for takes_closure in (False, True):
+        weights = problems.parameters([(4, 4), (4,)])
+        optimizer = LocalDeMo([problems.SGD([each]) for each in weights], sync_every=1, process_group=SingleRank())
+
+        def closure(weights=weights):
+            calls.append(problems.set_gradients(weights, 0))
+            return 5.0
+
+        loss = optimizer.step(closure) if takes_closure else (closure(), optimizer.step())[0]
+        found.append((loss, optimizer.fingerprint()))
+    assert found[0] == found[1]
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match=r"add the group to one of optimizer\.inner"):
+        optimizer.add_param_group({"params": problems.parameters([(3,)])})
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @ranks.alike(2)
 def test_group_that_an_inner_optimizer_was_given_is_in_every_ranks_next_round_and_in_states(exchange, frozen):

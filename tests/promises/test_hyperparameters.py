@@ -191,7 +191,10 @@ def test_impossible_value_is_refused_by_name(makes, name, value, says):
         *(("apply", value, "messages is a .*; give the tensor") for value in (5, b"", [])),
         *(("load_state_dict", value, "this is no optimizer's state") for value in (5, [], None)),
         *(("load_state_dict", {"state": odd}, "this is no optimizer's state") for odd in ([1], {0: 1})),
-        *(("load_state_dict", {"param_groups": [odd]}, "this is no optimizer's state") for odd in (1, {"params": 3})),
+        *(
+            ("load_state_dict", {"param_groups": odd}, "this is no optimizer's state")
+            for odd in (3, [1], [{"params": 3}], [{"params": [[]]}])
+        ),
         *(("regroup", value, "process_group is .*; give a ProcessGroup") for value in (5, "gloo")),
         *(("add_param_group", value, "param_group is .*; give a dict with params") for value in (5, {}, None)),
     ],

@@ -1,6 +1,7 @@
 """Ranks begin with rank 0's weights, and are told where they differ; parameters in another order on one are refused."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import problems
 import ranks
 from demopt import DeMo, FolderExchange, SettingsError
+from demopt.replicator.session import check_order
 from demopt.runs.store import ObjectStore
 
 #: By the ranks that the warning names: the rank whose weights differ, and how.
@@ -138,6 +140,20 @@ def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_r
         assert all(re.match(said, each) for each in found)
     else:
         assert found == told(kind, (other(), give(model_of()))) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "is_refused"),
+    [
+        ([5, 7], [7, 9], True),
+        (["a", "b"], ["b", "c"], True),
+        ([~5, 7], [7, ~5], True),
+        ([~5, 7], [9, ~5], False),  # elements that are all equal, as of other biases
+    ],
+)
+def test_mark_at_another_place_is_refused_if_it_can_only_be_the_same_parameter(theirs, mine, is_refused):
+    with pytest.raises(SettingsError, match="has it at place") if is_refused else nullcontext():
+        check_order("rank 1 has", "rank 0", theirs, mine)
 
 
 def with_frozen(*tensors):

@@ -125,7 +125,7 @@ def test_inner_state_of_a_frozen_parameter_loads_also_where_that_trains():
     """Adagrad makes its state with its parameters, whether they train or not."""
     (before, saved), (after, loaded) = _around(torch.optim.Adagrad), _around(torch.optim.Adagrad)
     before.inner[0].state[saved]["sum"].fill_(3.0)
-    after.load_state_dict(before.state_dict())
+    after.load_state_dict(reshard([before.state_dict()], 1)[0])
     assert after.state[loaded]["sum"].eq(3.0).all()
     with pytest.warns(UserWarning, match="the state has nothing of parameter 1"):
         _around(torch.optim.Adagrad, frozen=False)[0].load_state_dict(before.state_dict())

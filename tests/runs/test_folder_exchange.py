@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import stores
@@ -231,7 +231,7 @@ def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on_at
     assert all(torch.isfinite(parameter).all() for parameter in other.model.parameters())
     rounds(one, other)
     assert (one.rounds, other.rounds) == (1, 2)
-    assert "this worker's message was refused: its gradient was not finite" in other.said[0]
+    assert other.said == ["round 1: this worker's message was refused: its gradient was not finite"]
 
 
 def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store):
@@ -267,6 +267,7 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
     assert first.said == same.said == []
     assert f"the frozen parameters of {other.run.worker} differ from those that the run in" in other.said[0]
     assert replayed(store) == []
+    Worker(store, 3).optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})  # it has not begun
     with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
         first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     frozen = first.optimizer.param_groups[0]["params"][-1].requires_grad_(True)
@@ -379,9 +380,16 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     assert store.list("moments") == {"00000002", "00000004"}
     lent = store.get("moments/00000004", 1 << 20)
     head = json.loads(lent.partition(b"\n")[0])
-    shapes = ([[0, 10**30], "float32"], [[1] * 70, "float32"], [[4], "float8_e4m3fn"])
-    other = [json.dumps({**head, "tensors": [shape]}).encode() + b"\n" for shape in shapes]
-    for damaged in (lent[:-1], b"{}\n", lent[:-2] + b"\xff\x7f", *other):  # torn, empty, not finite, of no tensors
+    shapes = [[each, "float32"] for each in ([0, 10**30], [0] * 70, [0, -1], [0, 0.5])] + [[[0], "float8_e4m3fn"]]
+    other = [json.dumps({**head, "tensors": [each], "digest": log.digest(b"")}).encode() + b"\n" for each in shapes]
+    _, whole = checkpoints._from_bytes("lent", lent)
+    other += [checkpoints._to_bytes({**head, **each}, whole) for each in ({"run": "x"}, {"names": 3}, {"names": []})]
+    other += [checkpoints._to_bytes(head, [each * torch.inf for each in whole])]
+    for damaged in (
+        lent[:-1],
+        b"{}\n",
+        *other,
+    ):  # torn, empty, of no tensors, of another run, without names, not finite
         stores.put(store, "moments/00000004", damaged)
         later = Worker(store, 3, inner=adamw).join()
         assert (later.digest, moments(later)) == (first.digest, [])
@@ -389,6 +397,17 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     first.optimizer.inner[0].state[first.model[0].weight]["notes"] = ["text"]
     first.round(2)
     assert store.list("moments") == {"00000004"}, "what is no tensor is not lent"
+
+
+def test_moments_that_are_whole_numbers_or_empty_are_lent_as_they_are(store):
+    worker = Worker(store, 0).round()
+    rounds = worker.optimizer._rounds
+    rounds.moments = lambda: {"codes": torch.tensor([257]), "none": torch.empty(0)}
+    rounds.save()
+    worker.run.wait_for_uploads()
+    rounds.moments = dict
+    found = rounds.lent_moments()
+    assert (found["codes"].tolist(), found["none"].tolist()) == ([257], [])
 
 
 def test_bytes_of_a_run_are_those_of_its_rounds_whatever_is_uploaded_beside_them(store):
@@ -434,8 +453,11 @@ def test_name_of_a_worker_that_others_would_not_read_is_refused(name, tmp_path):
 
 
 def test_exchange_that_has_joined_no_run_has_no_record_and_no_row(store):
-    run = Worker(store, 0).run
+    worker = Worker(store, 0)
+    run = worker.run
     assert run.row is None
+    with pytest.warns(UserWarning, match=r"shared\(\) came before join\(\)"), worker.optimizer.shared():
+        pass
     with pytest.raises(RuntimeError, match="this worker has not joined the run yet"):
         _ = run.record
     with pytest.raises(ExchangeError, match="holds no run"):
@@ -487,10 +509,22 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
         command.stop(address)
         worker.join()
     command.stop(address)
+    if comes == "while it joins":
+        with patch.object(first.run.wish, "hear"):
+            first.round()  # which does not obey it
+        assert not worker.join().run.stopping
     worker.round()
     assert (first.run.stopping, worker.run.stopping) == (False, True)
     worker.optimizer.load_state_dict(worker.state())
     assert not worker.round().run.stopping, "it has come after that wish"
+
+
+def test_wish_that_a_worker_has_heard_stops_it_without_the_others_after_nine_misses(store):
+    run = Worker(store, 0).round().run
+    for left_out, heard_at, stops in ((9, 0.0, False), (10, 0.0, True), (0, math.inf, True)):
+        run.left_out, run.wish.heard_at = left_out, heard_at
+        run.move_to(run.decided, stops=False)
+        assert run.stopping == stops
 
 
 @pytest.mark.parametrize("missed", ["before it joins", "as it joins", "after it has joined", "for long"])
@@ -540,6 +574,16 @@ def test_worker_that_missed_a_stop_does_not_stop_those_who_went_on(comes, tmp_pa
         worker.step()
     again.round(2)
     assert (worker.rounds, again.run.stopping) == (again.rounds - 2, False)
+
+
+def test_worker_that_waits_long_says_for_whom(store, monkeypatch):
+    monkeypatch.setattr("demopt.runs.open_round._LONG", 0.0)
+    first, second = joined(store)
+    first.run.late = 60.0
+    with waiting(first.round, store):
+        wait_for(lambda: first.said)
+        second.round()
+    assert first.said == ["round 1: waiting for w1"]
 
 
 @pytest.mark.parametrize("within", ["a pause", "a request"])
@@ -623,6 +667,18 @@ def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others
     assert viewer.optimizer.observe() >= 4, "a checkpoint suffices"
     assert (joiner.join().rounds, joiner.digest) == (first.rounds, first.digest)
     assert "the others are asked to wait" in joiner.said[0]
+
+
+def test_joiner_that_the_others_outrun_asks_them_to_wait(store):
+    first, slow = Worker(store, 0, keep_log=True).round(), stores.Through(store)
+
+    def get(name, most):
+        if name.endswith("/manifest") and first.rounds < 60 and not log.look(store, first.rounds).hellos:
+            first.round()  # whenever the joiner reads one, unless it is asked to wait
+        return store.get(name, most)
+
+    slow.get = get
+    assert Worker(slow, 1).join().rounds == first.rounds < 60
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -24,7 +24,7 @@ from demopt.runs import log, open_round
 from demopt.runs.disk import Disk
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.reading import Reading, Reads
-from demopt.runs.stop import put_stop, read_stop
+from demopt.runs.stop import StopWish, put_stop, read_stop
 from demopt.runs.store import ClosedError, ObjectStore, StoreError, open_store
 from demopt.train.runs.status import status_of
 
@@ -193,10 +193,11 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
     with pytest.raises(MessageError, match="round 3, expected"):
         log._manifest(data, RUN, 4)
-    before = dataclasses.replace(MANIFEST, members={"silent": 0}, seconds={})
-    few = log.draft(MESSAGE, before, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {})
-    assert (few.members, few.seconds) == ({"silent": 1, "w-1": 0}, {"silent": 0.0, "w-1": 1.5})
-    assert few.refused == {"ghost-1": "bad"}
+    before = dataclasses.replace(MANIFEST, members={"silent": 0, "not-finite": 0}, seconds={})
+    few = log.draft(MESSAGE, before, {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad", "not-finite": "bad"}, {})
+    assert few.members == {"silent": 1, "not-finite": 0, "w-1": 0}
+    assert few.seconds == {"silent": 0.0, "not-finite": 0.0, "w-1": 1.5}
+    assert few.refused == {"ghost-1": "bad", "not-finite": "bad"}
     assert log.draft(MESSAGE, None, {"w-2": (dataclasses.replace(MESSAGE, stop=True), "0")}, {}, {}).stop
 
 
@@ -206,6 +207,21 @@ def test_wish_to_stop_is_of_one_run():
     assert read_stop(store, RUN) is not None
     with pytest.raises(MessageError, match="stop is of another run"):
         read_stop(store, "another")
+    log.propose(store, dataclasses.replace(MANIFEST, round=7))  # of one that has not heard of it
+    wish = StopWish(store, str)
+    wish.begin(RUN)
+    assert (wish.asked_in(is_joining=True), wish.asked_in(is_joining=False)) == (7, None)
+    stores.put(store, "stop", f"{RUN} soon".encode())
+    assert (wish.hear(), wish.asked_in(is_joining=False)) == (True, 0)
+    heard_at = wish.heard_at
+    assert (wish.hear(), wish.heard_at) == (True, heard_at)
+
+
+def test_checkpoints_far_beyond_the_newest_manifest_are_none():
+    store = ObjectStore()
+    for number in (150, 250, 10**8 - 1):
+        store.put_if_absent(f"checkpoints/{number:08d}", b"x")
+    assert log.reached(store, lambda number: MANIFEST if number < 160 else None) == [0, 150, 250]
 
 
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats()

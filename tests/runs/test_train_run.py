@@ -415,6 +415,22 @@ def test_mistakes_are_told_in_one_line(machines, command, words, told, monkeypat
     assert words[1] != "RUN" or not Path(machines.run).exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train", "--run", "run"), "was not started by demopt train; join it with its script"),
+        (("export", "run"), "was not started by demopt train; see LocalDeMo.observe for its script"),
+        (("replay", "run"), "the run in run has no round yet"),
+    ],
+)
+def test_run_of_a_script_without_rounds_is_told_to_commands_that_need_more(command, words, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Worker("run", 0).join()
+    (tmp_path / "text.txt").write_text("some text " * 1000)
+    more = {"train": (*forked.TINY.split(), "--data", "text.txt", "--out", "out"), "export": ("--out", "out")}
+    assert told in command(*words, *more.get(words[0], ()), code=2)
+
+
 def test_no_run_is_started_where_rounds_have_lost_theirs(tmp_path):
     Worker(tmp_path, 0).round()
     (tmp_path / "run").unlink()

@@ -294,7 +294,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
         One rank alone may enter it: it sends nothing. Before the first step these are its own weights.
         """
-        if self._weights.untouched and not (self._rounds.in_step or self._rounds.has_joined):
+        if self._weights.untouched and not self._rounds.in_step:
             self.warn_once("shared", "shared() came before join(): these are this worker's own weights, not the run's")
         return self.mistakes.unwatched(self._weights.shared)
 

@@ -194,7 +194,7 @@ class OpenRound:
                 # Without another look after those of others: a stranger may put more for ever.
                 self.read_new(*([self.look] if awaited.intersection(self.unread_messages) else []))
             else:
-                author = replace(self.mine, stop=self.mine.stop or run.wish.is_heard)
+                author = replace(self.mine, stop=run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
                     run.together([run.require_run, self._require_round_before])
                 self.waited_for = missing or self.waited_for
@@ -335,7 +335,7 @@ def envelope_of(attached: Attached, message: Tensor) -> Envelope:
 
 def bytes_of(tensor: Tensor) -> bytes:
     held = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
+    return ctypes.string_at(held.data_ptr(), held.nbytes)
 
 
 def tensor_of(data: bytes) -> Tensor:
