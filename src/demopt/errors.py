@@ -79,9 +79,11 @@ class DriftError(DemoptError):
         [2]
     """
 
-    def __init__(self, step: int, ranks: list[int], inside: str = "", remedy: str = _RESYNC) -> None:
+    def __init__(
+        self, step: int, ranks: list[int], inside: str = "", remedy: str = _RESYNC, effect: str = "nothing was applied"
+    ) -> None:
         named = ", ".join(map(str, ranks))
         difference = inside or f"the parameters of rank {named} differ from those of rank 0"
-        super().__init__(f"step {step}: {difference}; nothing was applied. {remedy}, or go back to a checkpoint.")
+        super().__init__(f"step {step}: {difference}; {effect}. {remedy}, or go back to a checkpoint.")
         self.reason = difference
         self.ranks = ranks

@@ -21,6 +21,7 @@ import problems
 from demopt import DriftError, FolderExchange
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
+from demopt.replicator.route import Route
 from demopt.runs import checkpoints, log
 from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
@@ -287,6 +288,26 @@ def test_drift_is_an_error_that_resync_mends_and_the_state_that_is_saved_then_kn
     assert (again.join().rounds, again.said) == (1, [])
     drifted.optimizer.resync()
     assert [drifted.digest] == replayed(store)
+
+
+@pytest.mark.usefixtures("still")
+def test_round_that_is_applied_in_part_is_drift_and_after_resync_no_step_counts_twice(monkeypatch):
+    store = ObjectStore()
+    worker, other = (Counter(store, number) for number in range(2))
+
+    def apply(route, decoded, number):
+        monkeypatch.undo()
+        worker.optimizer.replicator.parameters[0].data.add_(1.0)
+        raise torch.OutOfMemoryError("device is full")
+
+    monkeypatch.setattr(Route, "apply", apply)
+    worker.step()
+    with pytest.raises(DriftError, match=r"has failed on this rank \(device is full\); its parameters are those of no"):
+        worker.step()
+    worker.optimizer.resync()
+    for each in (worker, worker, other, other):
+        each.step()
+    assert times_applied(store, [worker, other]) == [[1.0] * worker.taken, [1.0] * other.taken]
 
 
 def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_joins(store):
@@ -638,6 +659,16 @@ def test_nobody_awaits_a_worker_whose_last_round_was_on_a_fork(store):
     assert worker.rounds == 2
     assert not store.list(log.folder_of(7))
     assert "round 2 is another one" in worker.said[0]
+
+
+def test_nobody_awaits_a_worker_whose_run_ends_as_it_catches_up(store):
+    first, late = joined(store)
+    first.round()
+    late.run.hello(late.rounds, ahead=5)
+    first.run.wish.heard_at = 0.0
+    first.round()
+    late.round()
+    assert (late.run.stopping, late.rounds, store.list(log.folder_of(5))) == (True, 2, set())
 
 
 def test_worker_that_was_late_sends_no_empty_message_after_a_fork_has_dropped_its_content(store):

@@ -157,11 +157,11 @@ def test_hellos_are_read_few_at_a_look_and_one_that_cannot_be_read_yet_at_the_ne
     box.look()
     run.store.get = at_first(lambda *_: None, run.store.get)
     box.read_new()
-    assert (box.hellos, box.unread_hellos) == ({}, [])
+    assert (box.hellos, box.untried_hellos) == ({}, [])
     box.read_new()
     assert box.hellos["w-1"][0] == 1.5
     box.seen = log.Seen(set(), {f"ghost-{number}" for number in range(300)}, False)
-    assert len(box.unread_hellos) == 64
+    assert len(box.untried_hellos) == 64
 
 
 @pytest.mark.parametrize("kind", ["hello", "message"])

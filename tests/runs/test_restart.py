@@ -258,6 +258,15 @@ def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():
     assert (worker.run.unsent, worker.optimizer.flush(), worker.run.unsent) == (2, None, 0)
 
 
+def test_undecided_message_of_a_state_that_starts_another_run_is_in_the_error_of_that():
+    worker = Counter(ObjectStore(), 0)
+    worker.step()
+    with patch.object(log, "propose", side_effect=ExchangeError("away")), pytest.raises(ExchangeError, match="away"):
+        worker.step()
+    again = Counter(ObjectStore(), 1, state=worker.state()).join()
+    assert (again.run.unsent, again.run.in_error) == (2, 2)
+
+
 def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():
     store, (worker, other) = counters()
     steps(other, other, worker, worker)  # of which the second is left out

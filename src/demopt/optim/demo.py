@@ -204,9 +204,7 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         with uninterrupted():  # otherwise the state of its parameters would stay without the group
             super().add_param_group(plain(param_group))
-            if not hasattr(
-                self, "replicator"
-            ):  # while torch's constructor adds the first ones: ours checks them at once
+            if not hasattr(self, "replicator"):  # torch's constructor adds the first ones, which ours checks at once
                 return
             try:
                 check_parameters([p for group in self.param_groups for p in group["params"]])
@@ -228,12 +226,11 @@ class DeMo(ReplicatedOptimizer):
             replicator.groups = self.param_groups
 
         def is_whole() -> bool:
-            mine = (
-                (self.state.get(p, {}), replicator.in_buffers.get(p)) for p in replicator.parameters if p.requires_grad
-            )
+            trained = [parameter for parameter in replicator.parameters if parameter.requires_grad]
+            pairs = [(self.state.get(each, {}), replicator.in_buffers.get(each)) for each in trained]
             return self.state is replicator.state and all(
                 held is not None and all(entry.get(name) is value for name, value in held.items())
-                for entry, held in mine
+                for entry, held in pairs
             )
 
         if replicator.round is not None or is_whole():

@@ -34,7 +34,7 @@ from demopt.validation import warn
 Group = dict[str, Any]
 #: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
 #: beside the parameters. A consolidated state has one copy of the groups, and of the parameters' entries each rank's.
-IN_GROUP, BESIDE = _ADDED = ("demopt.in_group", "demopt.in_optimizer")
+IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
@@ -205,7 +205,8 @@ class InnerOptimizers:
         states_in_groups = [_unpacked_state(group, state) for group in groups]
         plain = [{name: held[0] for name, held in in_group.items() if held} for in_group in states_in_groups]
         whole_groups = [group | values for group, values in zip(groups, plain, strict=True)]
-        entries = {n: {name: value for name, value in held.items() if name not in _ADDED} for n, held in state.items()}
+        added = (IN_GROUP, BESIDE)
+        entries = {n: {name: value for name, value in held.items() if name not in added} for n, held in state.items()}
         # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
 
         def apart(value: Any) -> Any:

@@ -474,13 +474,13 @@ class LocalDeMo(ReplicatedOptimizer):
             groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
         return groups
 
-    def _follow_changes(self, also: Collection[Tensor] = ()) -> bool:
+    def _follow_changes(self, saved: Collection[Tensor] = ()) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Returns whether a parameter begins to train.
         """
         self._weights.parameters = self._parameters()
-        begins = self._weights.create(also)
+        begins = self._weights.create(saved)
         if begins or len(self._inner.groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
@@ -642,7 +642,7 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self._follow_changes(also=saved_of)
+            self._follow_changes(saved=saved_of)
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
             self._weights.restore({local: saved.ours for local, saved in saved_of.items()})

@@ -59,14 +59,14 @@ class LocalWeights(Follower):
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
-    def create(self, also: Collection[Tensor] = ()) -> bool:
-        """Creates global weights of parameters that train for the first time, or are in `also`; whether there are any.
+    def create(self, saved: Collection[Tensor] = ()) -> bool:
+        """Creates global weights of parameters that train for the first time, or are `saved`; whether there are any.
 
         They are at least float32, because the update of a round is smaller than bfloat16 resolves.
         """
         self.require_unmoved()
         known = self.global_of
-        wanted = [each for each in self.parameters if each.requires_grad or each in known or each in also]
+        wanted = [each for each in self.parameters if each.requires_grad or each in known or each in saved]
         if len(wanted) > len(known):  # in the order of the parameters, which is the same on all ranks
             self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
         for local, global_weight in self.global_of.items():
@@ -176,16 +176,18 @@ class LocalWeights(Follower):
         if current.stage == "applied":
             if not self.steps_since:  # otherwise the next round moves the weights, or `land`
                 self.adopt()
-        elif before == "extracted":
-            if current.finite:
-                if current.stage == "sent":
-                    assert current.minus is not None
-                    self._rebase(dict(zip(self.global_of, current.minus, strict=True)))
-                self.start_of = self._copies(self.global_of.keys())
-            else:  # D was dropped
-                self.adopt()
-            if current.stage == "failed":  # nobody else knows of it, so the next step has a round again
-                self.steps_since = steps
+            return
+        if before != "extracted":
+            return
+        if not current.finite:  # D was dropped
+            self.adopt()
+        else:
+            if current.stage == "sent":
+                assert current.local_weights is not None
+                self._rebase(dict(zip(self.global_of, current.local_weights, strict=True)))
+            self.start_of = self._copies(self.global_of.keys())  # the next D counts from the local weights of now
+        if current.stage == "failed":  # nobody else knows of it, so the next step has a round again
+            self.steps_since = steps
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:
@@ -282,9 +284,9 @@ class LocalWeights(Follower):
                 self._copy([(entry["start"], self.start_of[local])])
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
-        start = self.start_of.get(local)  # none of a parameter that has begun to train since
-        start = global_weight.detach().to(local.dtype) if start is None else start
-        return to_local(start.to(global_weight.dtype))
+        if local not in self.start_of:  # D counts from the global weights, as the local ones have them
+            return to_local(global_weight.detach().to(local.dtype).to(global_weight.dtype))
+        return to_local(self.start_of[local].to(global_weight.dtype))
 
     def _copies(self, weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Returns copies of the local or the global weights: like the local ones, where the global ones are."""

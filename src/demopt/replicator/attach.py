@@ -88,14 +88,14 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
             state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}
 
 
-def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, world_size: int) -> None:
+def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) -> None:
     """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
-    It enters `world_size` times, because the mean over so many ranks is taken of it next, by a round or `share_of`.
+    It enters `mean_over` times: so many ranks take the mean next, those of now in a round, the old ones in `share_of`.
     """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
     rows = momentum[start : start + len(error)]
-    rows.add_(error.to(rows.device), alpha=world_size)  # a file's tensors may be on the host
+    rows.add_(error.to(rows.device), alpha=mean_over)  # a file's tensors may be on the host
 
 
 def _alone_in_storage(rows: Tensor) -> Tensor:

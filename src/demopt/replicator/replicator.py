@@ -23,7 +23,7 @@ from torch.autograd.profiler import record_function
 
 from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.codec.steps import Workspace, compress
-from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
+from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, first_line
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import forget_gathered, parts_of, true_in_all
 from demopt.exchange.hierarchical import average
@@ -107,7 +107,7 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # the message's bytes that the momentum holds, by chunk group
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
-    minus: Gradients | None = None  # in the stage "extracted": the follower's, which moves them in the next one
+    local_weights: Gradients | None = None  # `minus` of `extract`, until the follower has moved them in the next stage
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -154,7 +154,8 @@ class Replicator:
         self.follower = Follower()
         self.in_buffers: State = {}  # the state as buffers have it: a script may have put other tensors into `state`
         self._wiring: Wiring | None = None
-        self._skips: float = 0  # rounds skipped in a row; below 0: that was said
+        self._skips = 0  # rounds skipped in a row
+        self._told_of_skips = False
         self._workspace = Workspace()
         self.wiring()
 
@@ -256,7 +257,7 @@ class Replicator:
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         # of differences, only `minus`, the local weights: from a start that is not finite, they are not finite either
-        current.minus = minus
+        current.local_weights = minus
         usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
         if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
             usable = true_in_all(wiring.shard_groups, usable)
@@ -415,7 +416,12 @@ class Replicator:
         if not result.skipped:
             wiring, number = current.wiring, current.header.round_number
             with record_function("demopt.apply"):
-                wiring.route.apply(result.decoded, number)
+                try:
+                    wiring.route.apply(result.decoded, number)
+                except Exception as error:  # as of a device without memory: some chunk groups have moved, others not
+                    self.mark_applied(current)  # on the other ranks it is, so what was sent leaves the momentum
+                    told = f"applying the round has failed on this rank ({first_line(error)})"
+                    raise DriftError(number, [], told, effect="its parameters are those of no round") from error
                 if current.in_momentum and current.row is not None:  # otherwise a later round sends it
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
@@ -428,9 +434,9 @@ class Replicator:
     def _count_skips(self, result: Result) -> None:
         """Warns, once, if round after round is skipped: nothing else shows that nothing is trained."""
         ranks = [str(rank) for rank, header in enumerate(result.headers) if header.flags & NONFINITE]
-        self._skips = self._skips + 1 if ranks else min(self._skips, 0)
-        if self._skips == MANY_SKIPS and self.session.exchange.speaks:
-            self._skips = -math.inf
+        self._skips = self._skips + 1 if ranks else 0
+        if self._skips == MANY_SKIPS and self.session.exchange.speaks and not self._told_of_skips:
+            self._told_of_skips = True
             warn(
                 f"the last {MANY_SKIPS} rounds were skipped, because gradients of rank {', '.join(ranks)} were not "
                 "finite: nothing is trained. Look at its data and loss, or lower its learning rate or loss scale"
@@ -466,7 +472,7 @@ class Replicator:
         if current is not None:
             before, current.stage = current.stage, stage
             self.follower.follow(current, before)
-            current.minus = None
+            current.local_weights = None
 
     # Phases 1 and 2 in the background, while this rank computes
 
@@ -611,7 +617,7 @@ class Replicator:
         flags = new.header.flags | detached.header.flags & NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
         new.stage, new.by_user = detached.stage, detached.by_user
-        new.minus, new.message = detached.minus, wiring.route.message(new.header, new.data)
+        new.local_weights, new.message = detached.local_weights, wiring.route.message(new.header, new.data)
         self.round = new
         new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
         return new.message

@@ -46,7 +46,7 @@ from demopt.version import __version__
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
-    from demopt.replicator.replicator import Replicator
+    from demopt.replicator.replicator import Replicator, Round
 
 T = TypeVar("T")
 # A worker's in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent nothing;
@@ -149,7 +149,7 @@ class FolderExchange(VaryingExchange):
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
-        self._greeted = set[int]()  # rounds in which others wait for this worker
+        self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
         self._said = set[str]()  # what is said once
         self.wish = StopWish(self.store, self.say_once)
         self.cleared = 0  # `checkpoints._delete_old` has deleted what is before this round, or may not
@@ -261,7 +261,7 @@ class FolderExchange(VaryingExchange):
         if seconds == LONGEST:
             self.say_once(f"this worker needs more than {LONGEST:.0f} s to be there, and no other waits longer")
         log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
-        self._greeted.add(number + ahead)
+        self._greeted[number + ahead] = log.hello_name(number + ahead, self.worker)
 
     def hello_ahead(self, number: int, seconds: float, more: float = 0.0) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
@@ -276,7 +276,7 @@ class FolderExchange(VaryingExchange):
     def take_back_hellos(self, number: int) -> None:
         """Deletes the hellos to round `number` and later ones: nobody shall wait for a worker that has left."""
         with suppress(DemoptError, OSError):  # without the right to delete, they wait
-            self.store.delete(log.hello_name(each, self.worker) for each in self._greeted if each >= number)
+            self.store.delete(name for each, name in self._greeted.items() if each >= number)
 
     # The run's data
 
@@ -345,7 +345,7 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began, self.unsent)
+        return Attached(envelope, self.decided, self.round_began, sequences=self.unsent)
 
     @property
     def seconds_needed(self) -> float:
@@ -356,10 +356,12 @@ class FolderExchange(VaryingExchange):
         needed = max(self._needed, default=0.0) * 2.0 ** min(max(self.left_out - 1, 0), 64)
         return round(min(needed, LONGEST), 3)
 
-    def unsent_after(self, sequences: int, is_finite: bool, is_listed: bool = False) -> tuple[int, int]:
-        """Returns `unsent` and `in_error` after a round whose message has so many sequences."""
-        if not is_finite:  # its local steps are dropped, the error is as before
-            return self.unsent - (sequences - self.in_error), self.in_error
+    def unsent_after(self, current: Round, is_listed: bool = False) -> tuple[int, int]:
+        """Returns `unsent` and `in_error` after a round."""
+        sequences = current.attached.sequences
+        if not current.in_momentum:  # it was not finite: its local steps are dropped, the error is as before
+            of_local_steps = sequences - self.in_error
+            return self.unsent - of_local_steps, self.in_error
         if is_listed:
             return self.unsent - sequences, 0
         return self.unsent, sequences  # all of them are in the error
@@ -405,7 +407,7 @@ class FolderExchange(VaryingExchange):
     def propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another."""
         number, put = manifest.round, partial(log.propose, self.store, manifest)
-        read = partial(log.read_manifest, self.store, manifest.run, number)
+        read = partial(self.manifest, number)
         gone = f"{log.manifest_name(number)} can be neither written nor read in {self.store.address}"
         return put() or self.wait_for(lambda: read() or put(), gone)
 

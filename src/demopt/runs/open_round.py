@@ -50,7 +50,7 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    sequences: int = 0  # that the message has
+    sequences: int = 0  # that the message has, those of the error with those of local steps; none if it is not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class OpenRound:
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
         self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
-        self._others: set[str] = set()  # hellos that are none
+        self._false_hellos: set[str] = set()  # workers of a name whose hello is none
 
     def decide(self) -> FolderOutcome:
         """Sends this worker's message, and waits for the round's manifest or proposes it; returns the outcome."""
@@ -164,8 +164,7 @@ class OpenRound:
         if decided is None:
             run.require_run()
             return
-        read = partial(log.read_manifest, run.store, run.record.identity, decided.round)
-        if run.wait_while_away(read).digest != decided.digest:
+        if run.wait_while_away(partial(run.manifest, decided.round)).digest != decided.digest:
             raise ForkedError(
                 f"round {decided.round + 1} is another one in {run.store.address} than this worker has applied"
             )
@@ -189,10 +188,10 @@ class OpenRound:
                 self.read_new(self.look, *([run.wish.hear] if now - put_at > TOLD_AFTER else []))
                 self._longest = max(self._longest, time.monotonic() - looked_at)
                 self.waited_for = missing
-            elif self.unread_messages or self.unread_hellos:  # after one more try, what cannot be read is in neither
+            elif self.untried_messages or self.untried_hellos:
                 awaited = log.expected(self._attached.decided, self.hellos)
                 # Without another look after those of others: a stranger may put more for ever.
-                self.read_new(*([self.look] if awaited.intersection(self.unread_messages) else []))
+                self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []))
             else:
                 author = replace(self.mine, stop=run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
@@ -234,32 +233,31 @@ class OpenRound:
         """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
         if not self.seen.has_manifest:
             return None
-        read = partial(log.read_manifest, self._run.store, self._run.record.identity, self._header.round_number)
         found: Manifest | None
-        ((found, read_at),) = self.read_new(lambda: (read(), time.monotonic()))
+        ((found, read_at),) = self.read_new(lambda: (self._run.manifest(self._header.round_number), time.monotonic()))
         self.known_at = read_at if found else 0.0
         return found
 
     def read_new(self, *also: Callable[[], Any]) -> list[Any]:
         """Reads what is new at the last look; makes other requests beside that, and returns their results."""
         self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
-        new = self.unread_messages
+        new = self.untried_messages
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
-        reads += [partial(self._read_hello, worker) for worker in self.unread_hellos]
+        reads += [partial(self._read_hello, worker) for worker in self.untried_hellos]
         found = self._run.together([*reads, *also])
         self._run.received_bytes += sum(found[: len(new)])
         return found[len(reads) :]
 
     @property
-    def unread_messages(self) -> list[str]:
-        """The workers whose messages were there at the last look, and are not read."""
+    def untried_messages(self) -> list[str]:
+        """The workers whose messages were there at the last look, and were not read, nor tried in vain since."""
         return sorted(self._there - {*self.valid, *self.refused})
 
     @property
-    def unread_hellos(self) -> list[str]:
+    def untried_hellos(self) -> list[str]:
         """Those whose hellos were, some at a time, while the round is open."""
         seen = self.seen
-        known = self._others | self._unreadable | {*self.hellos, self._attached.envelope.worker}
+        known = self._false_hellos | self._unreadable | {*self.hellos, self._attached.envelope.worker}
         return sorted(seen.hellos - seen.messages - known)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     @property
@@ -284,7 +282,7 @@ class OpenRound:
         try:
             seconds = log.read_hello(self._run.store, self._header.round_number, self._run.record.identity, worker)
         except MessageError:
-            self._others.add(worker)
+            self._false_hellos.add(worker)
         else:
             if seconds is None:
                 self._unreadable.add(worker)

@@ -140,7 +140,8 @@ class FolderRounds(Rounds):
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
         started, before = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator))
         if started:
-            run.numbers_read.clear()  # of a state of another run, as the next two
+            run.numbers_read.clear()  # of a state of another run; what is in the message of that is in the error
+            run.in_error = max(run.in_error, run.restored.in_message if run.restored else 0)
             run.restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
@@ -151,7 +152,9 @@ class FolderRounds(Rounds):
                     self._drop_if_sent_since(run.sent_from)
         run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
         self._is_behind = False
-        if not run.stopping:
+        if run.stopping:
+            run.take_back_hellos(self._number)
+        else:
             run.hello(self._number)
         run.role = "joined"
         return not started
@@ -186,7 +189,7 @@ class FolderRounds(Rounds):
                 if saved.message is not None:
                     self._resume_round(saved.message, before, saved.in_message)
                 run.move_to(before, stops=False)
-        elif run.role == "outside":
+        elif run.role == "outside":  # otherwise an error has ended a join, or it has observed: it has the run's weights
             if self._number > 0:
                 raise SettingsError(
                     f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
@@ -318,7 +321,7 @@ class FolderRounds(Rounds):
                 case "resync":  # which the user calls, and which follows the run by itself
                     replicator.mark_applied()
                     self._is_behind = False
-            run.unsent, run.in_error = run.unsent_after(current.attached.sequences, current.in_momentum, is_listed)
+            run.unsent, run.in_error = run.unsent_after(current, is_listed)
             run.note_outcome(outcome)
         if outcome.moved_by == "resync":
             told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
@@ -338,8 +341,8 @@ class FolderRounds(Rounds):
             self.save()  # no others have gone on
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
-        row, others_followed = turn % max(1, len(last.manifest.senders)), last.manifest is not run.decided
-        if rest or last.row != row or others_followed:
+        row, is_newest = turn % max(1, len(last.manifest.senders)), last.manifest.round + 1 == self._number
+        if rest or last.row != row or not is_newest:
             return
         if run.is_uploading:  # uploads that queue would slow all rounds down
             run.say_once(
@@ -355,6 +358,8 @@ class FolderRounds(Rounds):
             self._follow_run()
         if self.run.goes_on:
             self.run.hello(self._number)
+        else:
+            self.run.take_back_hellos(self._number)  # those ahead
         self._is_behind = False
         self._save_if_due()
 
@@ -475,7 +480,7 @@ class FolderRounds(Rounds):
         if current is not None and current.in_momentum and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
         elif current is not None:
-            unsent, _ = run.unsent_after(current.attached.sequences, is_finite=False)
+            unsent, _ = run.unsent_after(current)
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
             sent_from = max(sent_from, self._number if current is None else self._number + 1)

@@ -71,7 +71,7 @@ class Method:
                 optimizer.flush()
                 stats = optimizer.stats.after(stats)
             if last and optimizer.local_steps:
-                optimizer.apply(optimizer.exchange(optimizer.extract()))
+                optimizer.finish_round(last=True)
                 stats = optimizer.stats.after(stats)
         return cost_of(stats, time.perf_counter() - began)
 
