@@ -133,6 +133,7 @@ def test_security_joining_deletes_nothing(edited, text, tmp_path, command):
         ({"data": 7}, "--data is 7"),
         ({"data": ["x" * 300]}, "File name too long"),
         ({"data": ["\udcff"]}, r"--data is '\udcff': not utf-8"),
+        ({"tokenizer": "s3://\0"}, "--tokenizer is 's3://"),
         ({"text": 7}, "the text or tokenizer here is not that of the run"),
         ({"steps": "many"}, "--steps is 'many'"),
     ],

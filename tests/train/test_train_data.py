@@ -71,6 +71,11 @@ def test_files_that_are_mixed_are_all_in_both_parts(tmp_path, text):
         assert all((file[:1000] if part > 0.5 else file[-100:]) in found for file in files)
 
 
+def test_text_may_begin_after_a_long_blank(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"\n" * 9000 + b"words")
+    assert data.find_files(replace(CONFIG, data=[str(tmp_path)])) == ([tmp_path / "x.txt"], [])
+
+
 def test_batch_depends_on_seed_step_rank_and_part():
     tokens = data.Tokens((np.arange(5000),))
     first = data.batch(tokens, CONFIG, 1, 0)

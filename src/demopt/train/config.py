@@ -234,7 +234,7 @@ def check_paths(settings: Given) -> None:
                 continue
             try:
                 path.encode()
-                if "://" not in path:  # an address: Windows does not even look for such a name
+                if name != "run" or "://" not in path:  # an address: Windows does not even look for such a name
                     os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue

@@ -197,7 +197,7 @@ def unfit(file: Path) -> str:
         return ""
     try:
         with file.open("rb") as opened:
-            head = opened.read(8192)
+            head, more = opened.read(8192), opened.read(1)
     except OSError as error:
         raise InputError(f"--data {file}: {error.strerror}") from None
     if head.startswith(b"PAR1"):
@@ -210,7 +210,7 @@ def unfit(file: Path) -> str:
         return "JSON; write it as JSON lines, an object per line, into a file whose name ends in .jsonl"
     if b"\0" in head:
         return "binary, not text; tokens are read from .npy and .bin files"
-    return "" if head.strip() else "empty"
+    return "" if head.strip() or more else "empty"
 
 
 def documents(file: Path, as_text: bool = False) -> Iterator[bytes]:
