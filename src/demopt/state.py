@@ -143,7 +143,10 @@ def read_state(state: StateDict, groups: Sequence[Any], of_local: bool) -> list[
 
     ValueError unless it has the optimizer's groups, each with as many parameters.
     """
-    entries, saved_groups = state.get("state", {}), state.get("param_groups", [])
+    if "param_groups" not in state:  # such as a whole checkpoint, or a model's state
+        has = ", ".join(map(str, [*state][:3])) or "nothing"
+        raise ValueError(f"the state has {has}, and no param_groups; give the result of the optimizer's state_dict()")
+    entries, saved_groups = state.get("state", {}), state["param_groups"]
     saved, mine = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
     if saved != mine:
         raise ValueError(f"the state has parameter groups of {saved} parameters, this optimizer of {mine}")

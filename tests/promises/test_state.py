@@ -147,6 +147,7 @@ def test_own_state_loads_after_a_parameter_was_frozen_and_a_state_without_it_cam
         (problems.demo(shapes=[(32, 16), (40,)]), r"parameter 1.*\[20\].*another"),
         (torch.optim.SGD(problems.parameters([(32, 16), (20,)]), momentum=0.9), "momentum"),
         (problems.demo(shapes=[(32, 16)]), r"parameter groups of \[1\] parameters, this optimizer of \[2\]"),
+        (torch.nn.Linear(1, 1), "the state has weight, bias, and no param_groups; give"),
     ],
 )
 def test_load_state_dict_refuses_another_model(other, says):

@@ -1,5 +1,6 @@
 """Training goes on from a model on disk, all of it or adapters, on answers only, with a word on what is missing."""
 
+import contextlib
 import json
 import shutil
 
@@ -147,6 +148,38 @@ def test_part_that_a_model_lacks_is_named(moved, written, told, tmp_path):
     with pytest.raises(InputError, match=rf"--model {folder}: {told}") as caught:
         begin(resolve(TrainConfig(model=str(folder))))
     assert "\n" not in str(caught.value)
+
+
+def test_out_of_a_run_in_the_place_of_its_model_is_told(tmp_path):
+    save_tiny(tmp_path / "model")
+    (tmp_path / "config.json").write_text(json.dumps({"preset": "tiny"}))
+    with pytest.raises(InputError, match=rf"--model {tmp_path}: is the --out of a run; its model is {tmp_path}/model"):
+        resolve(TrainConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("GPT2", {"sequence": 65}, "--sequence is 65, and --model .* has 64 positions"),
+        ("OPT", {"sequence": 65}, "--sequence is 65, and --model .* has 64 positions"),
+        ("Llama", {"sequence": 65}, ""),  # rotary
+        ("Mamba", {"lora": 2}, "--lora: peft puts no adapters on this model: .*Mamba"),
+        ("Mamba", {}, ""),
+        ("Bert", {}, "--model .*: is a masked language model, which reads what it predicts; give a causal one"),
+    ],
+)
+def test_model_that_cannot_be_trained_so_is_refused_before_it_trains(kind, settings, told, tmp_path):
+    import transformers
+
+    shape = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, ffn_dim=64,
+        word_embed_proj_dim=32, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    of_class = getattr(transformers, "BertForMaskedLM" if kind == "Bert" else "AutoModelForCausalLM")
+    getattr(of_class, "from_config", of_class)(shape).save_pretrained(tmp_path)
+    for device in ("meta", "cpu"):
+        with torch.device(device), pytest.raises(InputError, match=told) if told else contextlib.nullcontext():
+            begin(resolve(TrainConfig(model=str(tmp_path), device="cpu", **settings)))
 
 
 def test_settings_of_fresh_models_and_adapters_without_a_model_are_refused(base):

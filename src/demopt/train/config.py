@@ -348,6 +348,12 @@ def shape_of(folder: str) -> Given:
         what = "has no config.json" if place.parent.is_dir() else "is no folder here; nothing is downloaded"
         raise InputError(f"--model {folder}: {what}")
     about = read_file(place)
+    if "model_type" not in about and (inside := place.with_name("model")).is_dir():
+        raise InputError(f"--model {folder}: is the --out of a run; its model is {inside}")
+    if "MaskedLM" in str(about.get("architectures")):
+        raise InputError(
+            f"--model {folder}: is a masked language model, which reads what it predicts; give a causal one"
+        )
     try:
         about = about.get("text_config") or about
         longest = about.get("max_position_embeddings") or about.get("n_positions") or TUNING_SEQUENCE

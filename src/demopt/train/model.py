@@ -29,6 +29,9 @@ def begin(config: TrainConfig) -> tuple[TrainConfig, nn.Module]:
     if not config.model:
         return config, _fresh(config)
     model = _loaded(config)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and (config.sequence or 0) > longest and _learns_positions(model, longest):
+        raise InputError(f"--sequence is {config.sequence}, and --model {config.model} has {longest} positions")
     if model.device.type != "meta":
         config = dataclasses.replace(config, model_digest=_same_digest(config, model))
     if not (config.lora and config.device != "cpu" and torch.cuda.is_available()):
@@ -98,6 +101,14 @@ def _loaded(config: TrainConfig) -> Any:
     return model
 
 
+def _learns_positions(model: Any, longest: int) -> bool:
+    """Whether an embedding has a row per position, or two more, as that of OPT; rotary ones go on after the last."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return any(
+        each.num_embeddings in (longest, longest + 2) for each in tables if each is not model.get_input_embeddings()
+    )
+
+
 def _quiet() -> None:
     """Silences the bars and advice of transformers."""
     from transformers.utils import logging
@@ -126,7 +137,10 @@ def _adapted(model: Any, rank: int) -> nn.Module:
     how = LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft uses old names of transformers, and sets GPT-2's fan_in_fan_out itself
-        adapted: nn.Module = get_peft_model(model, how)
+        try:
+            adapted: nn.Module = get_peft_model(model, how)
+        except ValueError as error:  # such as of Mamba, some of whose layers take none
+            raise InputError(f"--lora: peft puts no adapters on this model: {first_line(error)}") from None
     return adapted.train()
 
 
