@@ -12,6 +12,7 @@ import servers
 import stores
 from servers import small_s3
 
+from demopt import FolderExchange
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.key import Keyed, read_key
 from demopt.runs.store import ObjectStore, Patient, StoreError, open_store
@@ -137,6 +138,13 @@ def test_key_files(tmp_path):
 def test_addresses_that_are_none_are_refused(address, told):
     with pytest.raises(ValueError, match=told):
         open_store(address)
+
+
+@pytest.mark.parametrize("address", [None, 5])
+def test_address_of_another_type_is_refused_by_name(address):
+    """None is that of a variable of the environment that is not set."""
+    with pytest.raises(TypeError, match=f"address is {address}; give a path, or s3://bucket/name"):
+        FolderExchange(address)
 
 
 def test_address_of_a_folder_is_what_the_user_wrote(tmp_path, monkeypatch):

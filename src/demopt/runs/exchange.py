@@ -115,6 +115,8 @@ class FolderExchange(VaryingExchange):
         self._new_run: dict[str, Any] = {"checkpoint_every": every, "keep_log": keep_log, "settings": settings or {}}
         _as_json("settings", self._new_run, log.MOST_JSON // 2)
         patience = check_number("patience", patience)
+        if not isinstance(address, str | bytes | os.PathLike | Store):
+            raise TypeError(f"address is {address!r}; give a path, or s3://bucket/name, gs:// or az://")
         store = address if isinstance(address, Store) else open_store(os.fsdecode(address))
         self._patient = Patient(store, patience, lambda text: self.say(text))
         self._patient.asked_to_stop = lambda: self.asked_to_stop()
