@@ -31,6 +31,35 @@ def test_values_travel_by_the_host_under_any_default_device():
         assert gather_values(SingleRank(), {"a": [1]}) == [{"a": [1]}]
 
 
+_SLOW_STORE = """
+import sys, time
+from contextlib import suppress
+from datetime import timedelta
+import torch.distributed as dist
+from demopt.exchange.liveness import Liveness
+
+asked = dist.HashStore()
+
+def store():
+    with suppress(Exception):
+        asked.wait(["never"], timedelta(seconds=4))  # inside torch
+    return asked
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+
+sys.late = Late()  # goes when the interpreter has ended all but its own thread
+rank = Liveness(store, rank=0)
+with rank.waiting([0, 1]):
+    time.sleep(1.5)
+"""
+
+
+def test_process_ends_well_while_a_slow_store_has_yet_to_answer():
+    subprocess.run([sys.executable, "-c", _SLOW_STORE], check=True, timeout=120)
+
+
 def conform(exchange):
     rank, world_size = exchange.rank, exchange.world_size
     assert 0 <= rank < world_size

@@ -209,7 +209,7 @@ def _end(stopped: threading.Event, thread: threading.Thread) -> None:
     """Ends the thread: one that is inside torch while the interpreter ends would bring the process down."""
     stopped.set()
     if thread is not threading.current_thread():
-        thread.join(_POLL_SECONDS)
+        thread.join(ANSWER_SECONDS)  # a store that is slow, on a busy machine or far away, answers within that
 
 
 def _key_of(ranks: Sequence[int]) -> str:
