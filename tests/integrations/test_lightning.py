@@ -123,6 +123,32 @@ def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them():
         fit(lightning.callbacks.StochasticWeightAveraging(0.1))
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_strategy_validates_and_saves_weights_that_came_after_training(tmp_path):
+    seen, path, rows = [], tmp_path / "last.ckpt", torch.utils.data.DataLoader(torch.ones(3, 4))
+
+    class Module(Local):
+        def validation_step(self, rows, number):
+            seen.append(self.weight.detach().clone())
+
+    def saved():
+        trainer.save_checkpoint(path)
+        return torch.load(path, weights_only=True)
+
+    module, average = Module(), lightning.callbacks.WeightAveraging()
+    trainer = trainer_of(max_steps=3, enable_checkpointing=False, num_sanity_val_steps=0)
+    trainer.fit(module, rows)
+    loaded = saved()
+    loaded["state_dict"]["weight"].fill_(7.0)
+    torch.save(loaded, path)
+    trainer.validate(module, rows, path, verbose=False)
+    assert torch.equal(seen[-1], torch.full((4,), 7.0))
+    assert torch.equal(saved()["state_dict"]["weight"], seen[-1])
+    trainer = trainer_of(max_steps=3, enable_checkpointing=False, num_sanity_val_steps=0, callbacks=[average])
+    trainer.fit(module, rows)
+    assert torch.equal(saved()["state_dict"]["weight"], module.weight)
+
+
 def _clipped(precision, **settings):
     """The change of a weight in one step with rate 1, whose gradient is clipped to a norm."""
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -102,10 +103,14 @@ class DeMoStrategy(DDPStrategy):
             return copy.deepcopy(found) if self._local_demos else found  # local weights come back into the tensors
 
     def _share(self, shared: ExitStack) -> None:
+        """While a fit trains; afterwards others may have put weights into the model, such as a checkpoint's."""
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return
         for optimizer in self._local_demos:
             if optimizer.replicator.in_flight:
                 optimizer.flush()
-            shared.enter_context(optimizer.shared())
+            if optimizer.weights_differ:
+                shared.enter_context(optimizer.shared())
 
     @property
     def _local_demos(self) -> list[LocalDeMo]:
