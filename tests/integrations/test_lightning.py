@@ -149,6 +149,43 @@ def test_strategy_validates_and_saves_weights_that_came_after_training(tmp_path)
     assert torch.equal(saved()["state_dict"]["weight"], module.weight)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("fails", ["training", "validation"])
+def test_strategy_leaves_nothing_of_a_fit_that_failed_for_the_next_one(fails):
+    """After one local step, which the failed fit neither shares nor sends any more."""
+    between = []  # the weights at the end of each batch, and at the begin of the next one
+
+    class Module(Local):
+        def training_step(self, rows, number):
+            if number == 1 and fails == "training":
+                raise MemoryError
+            return super().training_step(rows, number)
+
+        def validation_step(self, rows, number):
+            if fails == "validation":
+                raise MemoryError
+
+        def on_train_batch_start(self, *_):
+            between.append(self.weight.detach().clone())
+
+        on_train_batch_end = on_train_batch_start
+
+    module, rows = Module(), torch.utils.data.DataLoader(torch.ones(3, 4))
+    settings = {"num_sanity_val_steps": 0, "val_check_interval": 1}
+    trainer = trainer_of(max_steps=3, max_epochs=1, enable_checkpointing=False, **settings)
+    with pytest.raises(MemoryError):
+        trainer.fit(module, rows, rows)
+    fails = None
+    nn.init.constant_(module.weight, 3.0)
+    between.clear()
+    trainer.fit(module, rows, rows)
+    ends, starts = between[1:-1:2], between[2::2]
+    assert len(starts) >= 1
+    assert all(map(torch.equal, ends, starts))
+    assert torch.equal(module.weight, trainer.optimizers[0].state[module.weight]["global"])
+    assert not trainer.callbacks
+
+
 def _clipped(precision, **settings):
     """The change of a weight in one step with rate 1, whose gradient is clipped to a norm."""
 

@@ -38,6 +38,7 @@ class DeMoStrategy(DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared = ExitStack()  # holds `shared()` open during an evaluation
+        self._of_fit = ExitStack()  # takes back what a fit has changed in its Trainer
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and refuses those that would leave ranks to drift apart."""
@@ -52,7 +53,9 @@ class DeMoStrategy(DDPStrategy):
                     "StochasticWeightAveraging would average each rank's local weights; with LocalDeMo give the "
                     "Trainer WeightAveraging or EMAWeightAveraging, which DeMoStrategy shows the global ones"
                 )
-            trainer.callbacks.insert(0, _LastRound(self._local_demos))
+            last = _LastRound(self._local_demos)
+            trainer.callbacks.insert(0, last)
+            self._of_fit.callback(trainer.callbacks.remove, last)
 
     def _make_clip(self, precision: MixedPrecision) -> None:
         """Makes it clip gradients of optimizers that GradScaler lets unscale them in their step, which it refuses.
@@ -101,6 +104,12 @@ class DeMoStrategy(DDPStrategy):
             self._share(shared)
             found: dict[str, Any] = super().lightning_module_state_dict()
             return copy.deepcopy(found) if self._local_demos else found  # local weights come back into the tensors
+
+    def teardown(self) -> None:
+        """Ends what a fit has begun, also if it failed."""
+        self._shared.close()
+        self._of_fit.close()
+        super().teardown()
 
     def _share(self, shared: ExitStack) -> None:
         """While a fit trains; afterwards others may have put weights into the model, such as a checkpoint's."""
