@@ -88,3 +88,25 @@ def test_register_refuses_another_optimizer():
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"the optimizer is AdamW, and after demopt\.unsync only"):
         register(accelerator, accelerator.prepare(torch.optim.AdamW(model.parameters())))
+
+
+def test_register_refuses_an_optimizer_that_load_state_would_not_restore():
+    accelerator, optimizer = Accelerator(cpu=True), demopt.DeMo(nn.Linear(2, 2).parameters())
+    accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(ValueError, match=r"the DeMo was not prepared, and accelerator\.load_state would"):
+        register(accelerator, optimizer)
+    accelerator.prepare(optimizer)
+    assert register(accelerator, optimizer) is optimizer
+
+
+def test_a_state_loaded_after_load_state_failed_is_not_replaced_by_the_one_that_failed(tmp_path):
+    accelerator, model, (_, optimizer) = _built()
+    fresh = optimizer.state_dict()
+    problems.set_gradients(model.parameters(), 0, 0)
+    optimizer.step()
+    accelerator.save_state(tmp_path)
+    (tmp_path / "optimizer_1.bin").unlink()
+    with pytest.raises(FileNotFoundError):
+        accelerator.load_state(tmp_path)
+    optimizer.load_state_dict(fresh)
+    assert not int(optimizer.optimizer.replicator.round_number)

@@ -18,7 +18,7 @@ _registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 def register(accelerator: Accelerator, optimizer: Any) -> Any:
     """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo, and returns that.
 
-    `optimizer` may be wrapped by `accelerator.prepare`. Call it on all ranks, and `demopt.unsync` on
+    Call it after `accelerator.prepare`, with its wrapper or the plain optimizer, on all ranks, and `demopt.unsync` on
     the prepared model, which is wrapped in DistributedDataParallel:
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -30,11 +30,17 @@ def register(accelerator: Accelerator, optimizer: Any) -> Any:
     Each rank writes a file of its own into the folder, and nothing travels; nodes without a shared folder each keep
     their part of the checkpoint. The model is saved with the global weights.
 
-    TypeError if the optimizer is another one.
+    TypeError if the optimizer is another one, ValueError if it was not prepared.
     """
     plain = require_demo(optimizer, "after demopt.unsync", "without DeMo, leave out demopt.unsync and register")
+    if not any(optimizer is each or plain is each.optimizer for each in accelerator._optimizers):
+        raise ValueError(
+            f"the {type(plain).__name__} was not prepared, and accelerator.load_state would leave it as it is; give it "
+            "to accelerator.prepare, and then to register"
+        )
     number = _registered[accelerator] = _registered.get(accelerator, -1) + 1
-    found: list[dict[str, Any]] = []  # of this rank, until the optimizer loads it in place of rank 0's
+    found: list[dict[str, Any]] = []  # of this rank, inside load_state: the optimizer loads it in place of rank 0's
+    load_state = accelerator.load_state
 
     def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         if accelerator.is_local_main_process:
@@ -48,6 +54,13 @@ def register(accelerator: Accelerator, optimizer: Any) -> Any:
     def load(folder: str) -> None:
         found[:] = _own(folder, number, *plain.replicator.rank_and_size)
 
+    def load_state_and_forget(*args: Any, **kwargs: Any) -> None:
+        try:
+            load_state(*args, **kwargs)
+        finally:
+            found.clear()  # it may have failed before the optimizer's turn, and then another state may be loaded
+
+    accelerator.load_state = load_state_and_forget
     if isinstance(plain, LocalDeMo):
         plain.warns_of_saving = False  # Accelerate saves rank 0's state, too, which nobody loads
     accelerator.register_save_state_pre_hook(save)
