@@ -141,3 +141,40 @@ def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, str
         assert after == end
         assert after not in (third, fifth), "the fifth step is in a last round"
     return seen, after
+
+
+@ranks.each(1)
+def test_trainer_resumes_exactly_after_an_evaluation_that_failed(rank, tmp_path):
+    fails = True
+
+    def evaluated(*given, **parts):
+        if fails:
+            raise MemoryError
+
+    other = TrainerCallback()
+    other.on_evaluate = evaluated
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(32, (8, 16)).unbind()]
+    with accelerate_rank(rank, 1), warnings.catch_warnings():
+        warnings.filterwarnings("error", "the weights were changed")
+        arguments = TrainingArguments(
+            tmp_path, max_steps=5, per_device_train_batch_size=1, report_to="none", use_cpu=True, disable_tqdm=True,
+            eval_strategy="steps", eval_steps=3, save_steps=1, learning_rate=0.05,
+        )  # fmt: skip
+
+        def weights():
+            return parameters_to_vector(trainer.model.parameters()).detach()
+
+        def trainer_of():
+            model = _model()
+            optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=0.05), sync_every=4)
+            data = {"train_dataset": rows, "eval_dataset": rows[:4]}
+            return Trainer(model, arguments, **data, optimizers=(optimizer, None), callbacks=[other, DeMoCallback()])
+
+        trainer = trainer_of()
+        with pytest.raises(MemoryError):
+            trainer.train()
+        fails = False
+        trainer.train(resume_from_checkpoint=True)
+        resumed, trainer = weights(), trainer_of()
+        trainer.train()
+    assert torch.equal(resumed, weights())

@@ -32,6 +32,7 @@ class DeMoCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
+        self._unhook = ExitStack()
         self._first = TrainerCallback()  # comes before others, such as wandb's, which may export the final model
         self._first.on_train_end = self.on_train_end  # which changes nothing the second time
         self._last = TrainerCallback()  # comes after the user's callbacks, which may decide to save or evaluate
@@ -48,8 +49,11 @@ class DeMoCallback(TrainerCallback):
                 unsync(each)
             elif type(each) is CallbackHandler and self in each.callbacks and self._last not in each.callbacks:
                 each.callbacks = [self._first, *each.callbacks, self._last]
-        if isinstance(optimizer, LocalDeMo) and args.eval_on_start:
-            self._shared.enter_context(optimizer.shared())
+        if isinstance(optimizer, LocalDeMo):
+            self._unhook.close()  # of a training before, which may have failed
+            self._unhook.callback(optimizer.register_load_state_dict_pre_hook(self._leave).remove)
+            if args.eval_on_start:
+                self._shared.enter_context(optimizer.shared())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Gives the model this rank's local weights back."""
@@ -72,9 +76,8 @@ class DeMoCallback(TrainerCallback):
             return
         weights = optimizer._weights
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._leave(optimizer)
             best = [each.detach().clone() for each in weights.parameters]
-            weights.take(best)  # before `shared` ends, which takes no other weights
-            self._shared.close()
             optimizer.flush()
             weights.take(best)
             weights.adopt()
@@ -82,6 +85,14 @@ class DeMoCallback(TrainerCallback):
         self._shared.close()
         if optimizer.local_steps or optimizer.replicator.in_flight:
             optimizer.finish_round(last=True)
+
+    def _leave(self, optimizer: Any, *_: Any) -> None:
+        """Ends `shared()`, such as of an evaluation that failed; a checkpoint that was loaded inside it stays."""
+        weights = optimizer._weights
+        if weights.aside:
+            weights.take(weights.parameters)  # `shared` takes no other weights
+            self._shared.close()
+            weights.adopt()
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""
