@@ -26,7 +26,7 @@ from demopt.runs import checkpoints, log
 from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
 from demopt.runs.stop import put_stop
-from demopt.runs.store import RECORD, ObjectStore
+from demopt.runs.store import RECORD, ObjectStore, StoreError
 from demopt.train.runs import command
 from forked import wait_for
 
@@ -538,6 +538,32 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     assert (first.run.stopping, worker.run.stopping) == (False, True)
     worker.optimizer.load_state_dict(worker.state())
     assert not worker.round().run.stopping, "it has come after that wish"
+
+
+@pytest.mark.parametrize("read", ["after an error of find_run", "after an error of join", "cut", "never in time"])
+def test_wish_that_was_obeyed_before_a_worker_came_stops_nobody(read):
+    store = ObjectStore()
+    first = Worker(store, 0).round()
+    put_stop(store, first.rounds, first.run.record.identity)
+    first.round()
+    again = Worker(store, 1).round()
+    late = Worker(stores.Cache(store, "stop", 0.8 if read == "cut" else 0.0), 2)
+    late.run.store.patience = 60.0  # what is cut is read again
+    if "error" in read:
+        late.run.wish._store = Mock(get=at_first(Mock(side_effect=StoreError("away")), store.get), read=store.read)
+        with pytest.raises(StoreError):
+            late.run.find_run() if "find_run" in read else late.join()
+    rounds(*[late, again] * 3)
+    assert (first.run.stopping, again.run.stopping, late.run.stopping) == (True, False, False)
+
+
+def test_trainer_that_goes_on_after_a_stop_stops_nobody_else(store):
+    first = Worker(store, 0).round()
+    put_stop(store, first.rounds, first.run.record.identity)
+    first.round()
+    late = Worker(store, 1).join()
+    rounds(*[first, late] * 3)
+    assert (first.run.stopping, late.run.stopping) == (True, False)
 
 
 def test_wish_that_a_worker_has_heard_stops_it_without_the_others_after_nine_misses(store):

@@ -212,7 +212,9 @@ def test_wish_to_stop_is_of_one_run():
     wish.begin(RUN)
     assert (wish.asked_in(is_joining=True), wish.asked_in(is_joining=False)) == (7, None)
     stores.put(store, "stop", f"{RUN} soon".encode())
-    assert (wish.hear(), wish.asked_in(is_joining=False)) == (True, 0)
+    assert (wish.hear(), wish.asked_in(is_joining=False)) == (False, None)
+    stores.put(store, "stop", f"{RUN} 8 0\n".encode())
+    assert (wish.hear(), wish.asked_in(is_joining=False)) == (True, 8)
     heard_at = wish.heard_at
     assert (wish.hear(), wish.heard_at) == (True, heard_at)
 

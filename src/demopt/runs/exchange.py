@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -200,11 +201,12 @@ class FolderExchange(VaryingExchange):
 
     def find_run(self) -> Record:
         """Reads the record; ExchangeError if there is none. Who has found a run may join that one, and starts none."""
-        self._record = self.read_record()
-        if self._record is None:
+        record = self.read_record()
+        if record is None:
             raise ExchangeError(f"{self.store.address} holds no run")
-        self.wish.begin(self._record.identity)
-        return self._record
+        self.wish.begin(record.identity)
+        self._record = record  # only now: if an error has come, the next attempt begins with the wish, too
+        return record
 
     def read_record(self) -> Record | None:
         """Returns the record of the run in the store, or None. ExchangeError if a run's rounds are there without it."""
@@ -245,9 +247,9 @@ class FolderExchange(VaryingExchange):
             "restore the newer one, or go on from this one without the worker's state (delete state.pt in --out)"
         )
         before = self.wait_for(read, later) if number else None
-        known, self._record = self._record, record
-        if known is None or self.stopping:  # otherwise a wish since it has found the run is for this worker, too
+        if self._record is None or self.stopping:  # otherwise a wish since it has found the run is for it, too
             self.wish.begin(record.identity)
+        self._record = record
         return record.identity == mine, before
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
@@ -486,6 +488,8 @@ class FolderExchange(VaryingExchange):
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
+        if stops:  # a trainer that goes on sends it no more
+            self.wish.heard_at = math.inf
         self.restored = None
 
     # Its end

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from demopt.errors import ExchangeError, MessageError
-from demopt.runs.log import MOST_ENVELOPE, read_manifest
+from demopt.runs.log import MOST_ENVELOPE, read, read_manifest
 from demopt.runs.store import Store
 
 STOP = "stop"
@@ -26,17 +26,25 @@ def put_stop(store: Store, number: int, run: str) -> None:
     raise ExchangeError(f"{store.address}: there is an object {STOP} that cannot be deleted; delete it")
 
 
-def read_stop(store: Store, run: str) -> bytes | None:
-    """Returns the newest wish to stop this run, if there is one. MessageError if the object is no such wish."""
+def read_stop(store: Store, run: str, again: bool = True) -> bytes | None:
+    """Returns the newest wish to stop this run, if there is one. MessageError if the object is no such wish.
+
+    `again`: reads a damaged one again.
+    """
+
+    def wish(found: bytes) -> bytes:
+        if not re.fullmatch(rb"%b \d{1,8} \d+\n" % run.encode(), found):
+            raise MessageError(f"{STOP} is of another run")
+        return found
+
+    if again:
+        return read(store, STOP, MOST_ENVELOPE, wish)
     found = store.get(STOP, MOST_ENVELOPE)
-    if found is not None and found.partition(b" ")[0] != run.encode():
-        raise MessageError(f"{STOP} is of another run")
-    return found
+    return found and wish(found)
 
 
 def _asked_in(wish: bytes) -> int:
-    found = re.fullmatch(rb"\S+ (\d{1,8}) .*\s*", wish)
-    return int(found[1]) if found else 0
+    return int(wish.split()[1])
 
 
 class StopWish:
@@ -50,6 +58,7 @@ class StopWish:
         self._run = ""  # its identity, once the worker knows it
         self._old: bytes | None = None  # that was there before the worker
         self._is_old_open = False  # nobody had obeyed it then
+        self._obeyed: bytes | None = None  # by a round, before this worker has heard it
         self.heard_at = math.inf  # the time (monotonic) when the worker read a newer one; its messages say so
 
     @property
@@ -63,9 +72,12 @@ class StopWish:
         self._is_old_open = self._old is not None and not self._is_obeyed(self._old)
 
     def hear(self) -> bool:
-        """Whether there is one for this worker; reads it until then."""
-        if self._run and not self.is_heard and self._read() not in (None, self._old):
-            self.heard_at = time.monotonic()
+        """Whether there is one for this worker; reads it until then. One that a round has obeyed is for nobody."""
+        if self._run and not self.is_heard and (wish := self._read(again=False)) not in (None, self._old, self._obeyed):
+            if self._is_obeyed(wish):
+                self._obeyed = wish
+            else:
+                self.heard_at = time.monotonic()
         return self.is_heard
 
     def asked_in(self, is_joining: bool) -> int | None:
@@ -84,9 +96,9 @@ class StopWish:
                     return manifest is not None
         return True
 
-    def _read(self) -> bytes | None:
+    def _read(self, again: bool = True) -> bytes | None:
         try:
-            return read_stop(self._store, self._run)
+            return read_stop(self._store, self._run, again)
         except MessageError as error:  # another object of that name, maybe a stranger's
             self._say(f"{error}; it is ignored")
             return None
