@@ -7,6 +7,8 @@ import pickle
 import signal
 import threading
 from collections import Counter
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, FolderExchange, LocalDeMo
+from demopt.errors import ExchangeError
 from demopt.exchange import SingleRank
 from demopt.optim.local_weights import LocalWeights
+from demopt.replicator import replicator
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
 
@@ -165,7 +169,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
             make(None, [(16, 32)]).state_dict(),
             r"of parameter 0 has shapes \[\[16, 32\]\], the parameter has \[32, 16\]",
         ),
-        ({}, r"the state has parameter groups of \[\] parameters, this optimizer of \[1\]"),
+        ({}, "the state has nothing, and no param_groups; give the result of"),
         *((each, "no global weights and error of any parameter: another opt") for each in (groups_alone, plain)),
         (
             make(None, [(32, 16)], transform="identity").state_dict(),
@@ -178,7 +182,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("call", ["step", "resync", "extract", "shared", "state_dict"])
+@pytest.mark.parametrize("call", ["step", "finish_round", "resync", "extract", "shared", "state_dict"])
 def test_weights_loaded_after_construction_and_before_the_first_step_stay(call):
     parameter, sevens = Parameter(torch.zeros(4, 4)), torch.full((4, 4), 7.0)
     optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=0.0), sync_every=1)
@@ -193,6 +197,84 @@ def test_weights_loaded_after_construction_and_before_the_first_step_stay(call):
     assert torch.equal(parameter, sevens)
     assert torch.equal(optimizer.state_dict()["state"][0]["global"], sevens)
     assert optimizer.fingerprint() == LocalDeMo(torch.optim.SGD([parameter], lr=0.0)).fingerprint()
+
+
+def test_looks_at_a_replay_of_bfloat16_weights_do_not_move_them():
+    def bfloat16():
+        return LocalDeMo(torch.optim.SGD([Parameter(torch.ones(8, 8, dtype=torch.bfloat16))], lr=1.0), sync_every=1)
+
+    trains, looks, rests = bfloat16(), bfloat16(), bfloat16()
+    for step in range(3):
+        trains.param_groups[0]["params"][0].grad = torch.full((8, 8), 0.1 + step, dtype=torch.bfloat16)
+        trains.local_step()
+        message = trains.extract()
+        messages = trains.exchange(message)
+        for each in (trains, looks, rests):
+            each.apply(messages)
+        looks.fingerprint()
+    assert looks.fingerprint() == rests.fingerprint() == trains.fingerprint()
+
+
+def test_resync_from_a_rank_that_is_not_there_keeps_local_steps():
+    optimizer = make()
+    train(optimizer, range(2))
+    before = problems.values(optimizer)
+    with pytest.raises(ValueError, match="src is 7"):
+        optimizer.resync(src=7)
+    assert optimizer.local_steps == 2
+    assert problems.same(before, problems.values(optimizer))
+
+
+@pytest.mark.parametrize("owner", ["compress", "_copies"])
+def test_local_steps_count_once_where_a_device_has_no_memory_in_the_middle_of_a_round(owner, monkeypatch):
+    """Some chunk groups have the pseudo-gradient then, others do not; or there is no room for new starts."""
+    found = []
+    for fails in (False, True):
+        settings = {"top_k": 256, "transform": "identity", "values": "float32", "error_decay": 1.0, "kernels": "torch"}
+        optimizer = make(shapes=[(8, 8), (4, 16), (5,)], inner=problems.SGD, **settings)
+        train(optimizer, range(2))
+        with monkeypatch.context() as full:
+            if fails:
+                holder = LocalWeights if owner == "_copies" else replicator
+                calls, call = itertools.count(), getattr(holder, owner)
+
+                def second(*given, calls=calls, call=call):
+                    if owner == "_copies" or next(calls) == 1:
+                        raise torch.OutOfMemoryError("device is full")
+                    return call(*given)
+
+                full.setattr(holder, owner, second)
+                full.setattr(optimizer.replicator, "exchange", Mock(side_effect=ExchangeError("away")))
+                with pytest.raises((torch.OutOfMemoryError, ExchangeError)):
+                    optimizer.finish_round()
+        optimizer.finish_round()
+        found.append([weight.detach().clone() for weight in optimizer._weights.global_of.values()])
+    for whole, failed in zip(*found, strict=True):
+        torch.testing.assert_close(failed, whole)
+
+
+@pytest.mark.parametrize("call", ["flush", "rollback"])
+def test_round_that_a_handler_of_a_signal_ends_or_forgets_is_not_applied_twice_or_in_part(call, monkeypatch):
+    optimizers = [make(sync_every=1) for _ in range(2)]
+    travel = replicator.Replicator._travel
+
+    def interrupted(self, *given):
+        if self is optimizers[1].replicator:
+            getattr(optimizers[1], call)()
+        return travel(self, *given)
+
+    for optimizer in optimizers:
+        train(optimizer, range(1))
+    with monkeypatch.context() as signalled:
+        signalled.setattr(replicator.Replicator, "_travel", interrupted)
+        train(optimizers[0], range(1, 2))
+        with pytest.raises(RuntimeError, match="forgotten while it travelled") if call == "rollback" else nullcontext():
+            train(optimizers[1], range(1, 2))
+    if call == "rollback":
+        optimizers[1].finish_round()
+        assert optimizers[1].local_steps == 0
+    else:
+        assert problems.same(*map(problems.values, optimizers))
 
 
 class _Nested(torch.optim.SGD):

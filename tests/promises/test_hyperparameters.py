@@ -84,6 +84,9 @@ def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones():
     local = problems.local(sync_every=whole(1), delay=whole(1), samples=whole(3), outer_lr=real(0.5))
     problems.train(local, range(1))
     assert (local.sync_every, local.samples) == (1, 3)
+    local.param_groups[0]["lr"] = numpy.float64(0.5)
+    local.flush()
+    assert problems.by_file(local.state_dict())["param_groups"][0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("route", ["gather", "auto"])

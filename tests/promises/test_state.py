@@ -170,6 +170,18 @@ def test_state_of_local_that_has_lost_its_weights_is_refused(carried):
             optimizer.load_state_dict(carried(state))
 
 
+def test_state_whose_settings_do_not_go_with_the_parameters_is_refused_and_changes_nothing():
+    narrow, wide = (DeMo([Parameter(torch.ones(8, 8, dtype=dtype))]) for dtype in (torch.float32, torch.float64))
+    narrow.param_groups[0]["exact"] = True
+    problems.fingerprints(narrow, range(1))
+    problems.fingerprints(wide, range(2))
+    groups = copy.deepcopy(wide.state_dict()["param_groups"])
+    with problems.unchanged(wide), pytest.raises(ValueError, match="exact"):
+        wide.load_state_dict(narrow.state_dict())
+    assert wide.state_dict()["param_groups"] == groups
+    problems.fingerprints(wide, range(2, 3))
+
+
 @pytest.mark.parametrize("make", [problems.demo, problems.local])
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])
 def test_saving_raises_between_extract_and_apply(fill, make):

@@ -182,6 +182,17 @@ def test_address_is_no_path_that_this_machine_could_refuse(monkeypatch):
         check_paths({"run": "s3://bucket/mine"})
 
 
+def test_paths_of_a_run_of_another_machine_may_be_where_nobody_may_look_here(monkeypatch):
+    theirs = {"data": ["/root/text.txt"], "model": "/root/model"}
+    with monkeypatch.context() as denied:
+        denied.setattr(os, "stat", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        check_same_run(TrainConfig(), "text", theirs, "text", "the run in x", "")
+        with pytest.raises(InputError, match=r"--data /root/text\.txt: Permission denied"):
+            config_of(theirs)
+    with pytest.raises(InputError, match=r"--model a{200}: File name too long"):
+        config_of({"model": "a" * 5000}, elsewhere=True)
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [("run", "file://{}"), ("run", "{}/model/run"), ("model", "{}/model"), ("tokenizer", "{}/model"), ("data", "{}"),

@@ -95,6 +95,20 @@ def test_workers_refuse_unlike_settings(tmp_path, text):
     assert not (tmp_path / "a").exists()
 
 
+def test_ranks_that_would_resume_from_unlike_checkpoints_or_not_at_all_are_refused(tmp_path, text, finished):
+    here, there = (shutil.copytree(finished[0], tmp_path / name) for name in ("here", "there"))
+    *_, newest = sorted((there / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+    data = ["--data", text]
+    for theirs, said in (
+        (["--overwrite"], "rank 1: --resume is False, and rank 0 has True; start all workers with the same settings"),
+        (["--resume", "--out", there], f"that of rank 0 is {newest.name}; start again once "),
+    ):
+        (code, told), _ = _by_hand(here, [*data, "--resume"], [*data, *theirs])
+        assert (code, said in told) == (2, True), told
+    assert_same(here, finished[0])
+
+
 def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):
     out = shutil.copytree(finished[0], tmp_path / "run")
     with (out / ".lock").open("w") as lock:

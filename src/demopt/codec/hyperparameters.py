@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from numbers import Number
 from typing import Annotated, Any, get_type_hints
 
 import torch
-from torch import Tensor
 
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import CHUNKINGS
@@ -165,5 +165,13 @@ def check_names(group: Mapping[str, Any]) -> None:
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a group as checkpoints hold it: its update rule as text, and no scalars of numpy."""
-    found = {k: v if isinstance(v, Tensor) or not hasattr(v, "item") else v.item() for k, v in group.items()}
+    found = without_numpy(group)
     return {**found, "update": str(rule_of(group["update"]))} if "update" in group else found
+
+
+def without_numpy(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group with plain numbers for scalars of numpy, which torch does not read with `weights_only`."""
+    return {
+        name: value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+        for name, value in group.items()
+    }

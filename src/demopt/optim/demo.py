@@ -257,9 +257,17 @@ class DeMo(ReplicatedOptimizer):
             settings_of |= dict.fromkeys(group["params"], settings)
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=False)
         with uninterrupted():
-            for group, loaded in zip(self.param_groups, groups, strict=True):
-                group.update(loaded)
-            self.replicator.restore({parameter: saved.ours for parameter, saved in saved_of.items()})
+            groups_before = [dict(group) for group in self.param_groups]
+            state_before = {parameter: dict(entry) for parameter, entry in self.replicator.state.items()}
+            try:
+                for group, loaded in zip(self.param_groups, groups, strict=True):
+                    group.update(loaded)
+                self.replicator.restore({parameter: saved.ours for parameter, saved in saved_of.items()})
+            except BaseException:  # settings that do not fit together, such as exact sums of float64
+                for group, before in zip(self.param_groups, groups_before, strict=True):
+                    group.update(before)
+                self.replicator.restore(state_before)
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         self._rounds.settle()

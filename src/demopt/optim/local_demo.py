@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
 from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
-from demopt.codec.hyperparameters import Codec, Hyperparameters, codec_of
+from demopt.codec.hyperparameters import Codec, Hyperparameters, codec_of, without_numpy
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.exchange.dtensor import parts_of, shard_groups, true_in_all
@@ -34,7 +34,7 @@ from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.wiring import Facts, Options
 from demopt.state import SavedParameter, check_saved, read_state
-from demopt.validation import check_count, check_number, warn
+from demopt.validation import check_count, check_number, check_rank, warn
 from demopt.wire.checksum import fingerprint
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
@@ -253,7 +253,6 @@ class LocalDeMo(ReplicatedOptimizer):
         if not self._rounds.in_step:
             raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
         self._follow_changes()
-        self._weights.begin()
         message = self._extract(by_user=True).message
         assert message is not None
         return message
@@ -264,6 +263,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("apply")
         with uninterrupted():
             alone = self.replicator.round is None  # as in a replay
+            if alone:
+                self._weights.begin()
             self.replicator.apply(messages)
             if alone:
                 self._weights.adopt()
@@ -316,6 +317,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("resync")
         if model and not self._rounds.in_step:
             raise ValueError("a run in a folder goes on from its own weights: model=True is for ranks on connections")
+        if self._rounds.in_step:  # before local steps are dropped
+            check_rank("src", src, self.replicator.rank_and_size[1])
         if model:
             self.mistakes.note_state(has_local_weights=False)
         else:
@@ -451,6 +454,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
+        self._weights.begin()
         self.mistakes.look_at_loaded()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
@@ -629,7 +633,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         found, folder = super().own_state_dict(), self._rounds.entry()
-        return {**found, **({"folder": folder} if folder else {})}
+        groups = [without_numpy(group) for group in found["param_groups"]]
+        return {**found, "param_groups": groups, **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")

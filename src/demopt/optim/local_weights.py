@@ -179,15 +179,28 @@ class LocalWeights(Follower):
             return
         if before != "extracted":
             return
-        if not current.finite:  # D was dropped
+        try:
+            if not current.finite:  # D was dropped
+                self.adopt()
+            else:
+                if current.stage == "sent":
+                    assert current.local_weights is not None
+                    self._rebase(dict(zip(self.global_of, current.local_weights, strict=True)))
+                self._count_from_here(current)
+        except BaseException:  # as of a device without memory for them: D is in the error, and so leaves them here
             self.adopt()
-        else:
-            if current.stage == "sent":
-                assert current.local_weights is not None
-                self._rebase(dict(zip(self.global_of, current.local_weights, strict=True)))
-            self.start_of = self._copies(self.global_of.keys())  # the next D counts from the local weights of now
+            raise
         if current.stage == "failed":  # nobody else knows of it, so the next step has a round again
             self.steps_since = steps
+
+    def _count_from_here(self, current: Round) -> None:
+        """start <- local: the next D counts from the local weights of now, except where the error lacks D (`left`)."""
+        groups = current.left if current.stage == "failed" else ()
+        left, kept = {chunked.parameter for each in groups for chunked in each.parameters}, {}
+        if left:
+            starts = {**self._copies(self.global_of.values()), **self.start_of}
+            kept = {local: starts[local] for local, weight in self.global_of.items() if weight in left}
+        self.start_of = {**self._copies(self.global_of.keys()), **kept}
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:

@@ -48,7 +48,8 @@ def check_model(model: Any) -> None:
 
 def remember(model: nn.Module, function: str) -> None:
     """Takes note of a model that `function` got; warns of buffers that training changes."""
-    _models[model] = function
+    with _change:
+        _models[model] = function
     exchange = resolve(None)
     if exchange.world_size > 1 and exchange.speaks:
         _warn_of_statistics(model)
@@ -68,10 +69,10 @@ def look_at_models(optimizer: Any) -> None:
     if session.exchange.world_size == 1 or not session.exchange.speaks:
         return
     with _change:
-        optimizers = list(_all)
+        optimizers, models = list(_all), list(_models)
     kept = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     mine, told = {id(p) for group in optimizer.param_groups for p in group["params"]}, False
-    for model in [each for each in _models if any(id(p) in mine for p in each.parameters())]:
+    for model in [each for each in models if any(id(p) in mine for p in each.parameters())]:
         _warn_of_statistics(model)
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
         if left and not told:

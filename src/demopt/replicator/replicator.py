@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.codec.steps import Workspace, compress
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, first_line
@@ -108,6 +109,7 @@ class Round:
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     local_weights: Gradients | None = None  # `minus` of `extract`, until the follower has moved them in the next stage
+    left: Sequence[ChunkGroup] = ()  # whose momentum is without D, because an error has ended `extract`
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -239,7 +241,12 @@ class Replicator:
         """
         current, factor = self._prepared(gradients, unscale, minus)
         with uninterrupted():  # what has entered the momentum is in a round
-            self._compress(current, gradients, factor, minus)
+            try:
+                self._compress(current, gradients, factor, minus)
+            except BaseException:  # as of a device without memory: what has entered the momentum is no D any more
+                current.stage = "extracted"
+                self.enter_stage(current, "failed")
+                raise
             self.round, current.by_user, current.stage = current, by_user, "extracted"
             if not self.options.background:
                 self.stats = current.stats  # of this round: not `skipped` yet
@@ -295,8 +302,16 @@ class Replicator:
         wiring, started = current.wiring, time.perf_counter()
         with record_function("demopt.extract"):
             if current.finite:
-                sent = (compress(each, gradients, factor, self._workspace, minus) for each in wiring.chunk_groups)
-                current.data = pack_sections([*sent])
+                sent = []
+                for number, chunk_group in enumerate(wiring.chunk_groups):
+                    before, current.left = chunk_group.momentum._version, wiring.chunk_groups[number + 1 :]
+                    try:
+                        sent.append(compress(chunk_group, gradients, factor, self._workspace, minus))
+                    except BaseException:
+                        if chunk_group.kernel is None and chunk_group.momentum._version == before:
+                            current.left = wiring.chunk_groups[number:]
+                        raise
+                current.data = pack_sections(sent)
             current.message = wiring.route.message(current.header, current.data)
         current.stats = current.stats.timed("extract", started)
 
@@ -318,6 +333,11 @@ class Replicator:
             messages = messages if varies else self._compare(current, exchange, messages)
         except ExchangeError as error:
             raise ExchangeError(f"round {number + 1}: {error}" if varies else f"step {number}: {error}") from error
+        if self.round is not current:
+            raise RuntimeError(
+                "this round was forgotten while it travelled, as by rollback() in a signal's handler: nothing of it is "
+                "applied here. In a handler set a flag, and do this after step()"
+            )
         self.stats, current.exchanged = current.stats.timed("exchange", started), True
         current.stats = self.stats
         return messages
@@ -418,7 +438,10 @@ class Replicator:
             with record_function("demopt.apply"):
                 try:
                     wiring.route.apply(result.decoded, number)
-                except Exception as error:  # as of a device without memory: some chunk groups have moved, others not
+                except (
+                    MemoryError,
+                    RuntimeError,
+                ) as error:  # as of a full device: some chunk groups have moved, others not
                     self.mark_applied(current)  # on the other ranks it is, so what was sent leaves the momentum
                     told = f"applying the round has failed on this rank ({first_line(error)})"
                     raise DriftError(number, [], told, effect="its parameters are those of no round") from error

@@ -109,11 +109,11 @@ class Rounds:
     @contextmanager
     def settled(self) -> Iterator[None]:
         """The context in which a step makes or ends a round; one that fails is settled at the end."""
-        self._is_inside = True
+        before, self._is_inside = self._is_inside, True  # a handler of a signal may come in while a step is inside
         try:
             yield
         finally:
-            self._is_inside = False
+            self._is_inside = before
             self.settle()
 
     @property

@@ -49,7 +49,9 @@ def read(path: Path) -> CheckpointRecord:
     try:
         Reader(path).read_metadata()  # here, as DCP would log tracebacks if it is damaged, and look for other files
         raw = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
-        return CheckpointRecord(int(raw.step), str(raw.fingerprint), config_of(raw.settings).record(), int(raw.tokens))
+        return CheckpointRecord(
+            int(raw.step), str(raw.fingerprint), config_of(raw.settings, elsewhere=True).record(), int(raw.tokens)
+        )
     except Exception as error:  # it may hold anything
         raise _unreadable(path, error) from None
 

@@ -5,6 +5,7 @@ and of the optimizer.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -189,7 +190,7 @@ def flag(name: str) -> str:
 
 def check_same_run(config: TrainConfig, text: str, before: Given, text_before: str, where: str, remedy: str) -> None:
     """Raises InputError if settings or fingerprints of the text are not those of the run `where`."""
-    settings, before = config.record(), config_of(before).record()
+    settings, before = config.record(), config_of(before, elsewhere=True).record()
     for name in settings:
         # with --global-batch, each worker's forward pass is what its memory takes
         free = SETTINGS[name]["free"] or (name == "batch" and before["global_batch"])
@@ -200,12 +201,15 @@ def check_same_run(config: TrainConfig, text: str, before: Given, text_before: s
         raise InputError(f"the text or tokenizer here is not that of {where} {differ}: give its text by --data")
 
 
-def config_of(settings: Given) -> TrainConfig:
-    """Returns the settings, checked; InputError if one is unknown, has a wrong type or is outside its limits."""
+def config_of(settings: Given, elsewhere: bool = False) -> TrainConfig:
+    """Returns the settings, checked; InputError if one is unknown, has a wrong type or is outside its limits.
+
+    `elsewhere`: they are a record's, whose paths may be of another machine.
+    """
     for name in settings:
         if name not in SETTINGS:
             raise InputError(f"unknown setting {name!r}{suggestion(name, SETTINGS)}")
-    check_paths(settings)  # a stranger's run may name what no file can be called
+    check_paths(settings, elsewhere)  # a stranger's run may name what no file can be called
     try:
         return TrainConfig(**settings)
     except pydantic.ValidationError as error:
@@ -216,17 +220,20 @@ def config_of(settings: Given) -> TrainConfig:
         raise InputError(f"{flag(name)} is {came!r}; {wanted}{suggestion(came, known)}") from None
 
 
-def _checked(settings: Given, file: Path) -> Given:
+def _checked(settings: Given, file: Path, elsewhere: bool = False) -> Given:
     """Returns the settings in a file, if each is fit; an InputError names the file."""
     try:
-        config_of(settings)
+        config_of(settings, elsewhere)
     except InputError as error:
         raise InputError(f"config file {file}: {error}") from None
     return settings
 
 
-def check_paths(settings: Given) -> None:
-    """Raises InputError for a path that no file here can have, whether one is there or not."""
+def check_paths(settings: Given, elsewhere: bool = False) -> None:
+    """Raises InputError for a path that no file can have, or none here that may be read, whether one is there or not.
+
+    `elsewhere`: only the former, because what the path names is perhaps not read here.
+    """
     for name in ("out", "run", "data", "model", "tokenizer", "key_file"):
         given = settings.get(name)
         for path in given if isinstance(given, list) else [given]:
@@ -239,7 +246,8 @@ def check_paths(settings: Given) -> None:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                raise InputError(f"{flag(name)} {path[:200]}: {error.strerror}") from None
+                if not elsewhere or error.errno in (errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP):
+                    raise InputError(f"{flag(name)} {path[:200]}: {error.strerror}") from None
             except ValueError:
                 told = f"{flag(name)} is {path!r}: not {sys.getfilesystemencoding()}; rename it, or set LC_ALL=C.UTF-8"
                 raise InputError(told) from None
@@ -281,7 +289,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     if settings.get("resume"):
         if not (out / CONFIG).exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
-        settings = {**_checked(read_run(out), out / CONFIG), **settings}
+        settings = {**_checked(read_run(out), out / CONFIG, elsewhere=True), **settings}
     config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
         if config.model and name in {"preset", "vocab_size", *SHAPE}:

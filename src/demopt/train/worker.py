@@ -23,7 +23,7 @@ from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.output import open_outlets
 from demopt.train import checkpoint
-from demopt.train.config import SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
+from demopt.train.config import InputError, SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
 from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences
 from demopt.train.loop import Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, make_method, refuse_if_too_large
@@ -125,12 +125,27 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     out = OutFolder(Path(config.out))
     corpus, (config, model) = team.agree(lambda: _prepare(config, team))
-    settings, fingerprint = gather_values(team.exchange, (config.record(), corpus.fingerprint))[0]
+    mine = config.record(), corpus.fingerprint, config.resume
+    settings, fingerprint, resume = gather_values(team.exchange, mine)[0]
     same = "start all workers with the same settings"
-    team.agree(lambda: check_same_run(config, corpus.fingerprint, settings, fingerprint, "rank 0", same))
+
+    def check_same() -> None:
+        check_same_run(config, corpus.fingerprint, settings, fingerprint, "rank 0", same)
+        if config.resume != resume:
+            raise InputError(f"--resume is {config.resume}, and rank 0 has {resume}; {same}")
+
+    team.agree(check_same)
     path, resumed = None, None
     if config.resume:
         path, resumed = team.agree(lambda: checkpoint.find(out.checkpoints, config, corpus.fingerprint))
+        newest = gather_values(team.exchange, path.name)[0]
+
+        def check_newest() -> None:  # a machine may list a shared folder late
+            if path.name != newest:
+                told = f"--resume: the newest checkpoint here is {path.name}, that of rank 0 is {newest}"
+                raise InputError(f"{told}; start again once {config.out} shows the same on all machines")
+
+        team.agree(check_newest)
     with ExitStack() as held:
         team.agree(lambda: held.enter_context(out.claimed(config)) if team.first else None)
         team.agree(out.require_shared)
@@ -173,7 +188,7 @@ def _introduce(training: Connected) -> None:
     if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
     if resumed and (old_size := resumed.settings["workers"]) != size:
-        tokens, before = config.tokens_per_step, config_of(resumed.settings).tokens_per_step
+        tokens, before = config.tokens_per_step, config_of(resumed.settings, elsewhere=True).tokens_per_step
         told = f"; a step takes {tokens:,} tokens instead of {before:,}, at the same learning rate"
         report.say(f"workers: {old_size} until now, {size} from here{told if tokens != before else ''}")
 

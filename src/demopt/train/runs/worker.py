@@ -23,7 +23,17 @@ from demopt.runs.checkpoints import weights_digest
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import full
 from demopt.state import load_file
-from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, check_same_run, config_of, read_run, resolve
+from demopt.train.config import (
+    SETTINGS,
+    Given,
+    InputError,
+    TrainConfig,
+    check_paths,
+    check_same_run,
+    config_of,
+    read_run,
+    resolve,
+)
 from demopt.train.data import TOKEN_SUFFIXES, batch, load_corpus, numbered, save_tokenizer, sequences
 from demopt.train.loop import Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
@@ -379,7 +389,7 @@ def settings_to_join(address: str, key_file: str | None, given: Given) -> tuple[
     usual = run.record.settings.get("batch")
     if config.batch != usual and not config.global_batch and TEXT in run.record.settings:
         raise InputError(f"--batch is {config.batch}, and the run has {usual}; it may differ only with --global-batch")
-    absent = [name for name in config.data if not Path(name).exists()]
+    absent = [name for name in config.data if not os.path.exists(name)]  # nor where nobody may look
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
     sources = [*config.data, config.model, config.tokenizer] if config.data else ["the text of the standard library"]
@@ -395,10 +405,11 @@ def settings_of_run(
     own = {name: value for name, value in given.items() if value is not None}
     run = open_run(address, key_of(key_file), patience)
     known = {name: value for name, value in run.record.settings.items() if name in FROM_RUN}  # it tells nothing else
-    config = config_of({**known, **own, "run": address, "key_file": key_file})
+    check_paths(own)
+    config = config_of({**known, **own, "run": address, "key_file": key_file}, elsewhere=True)
     if "model" in own and TEXT in run.record.settings and not known.get("model"):
         raise InputError(f"the run in {address} began with a fresh model; leave out --model")
-    if config.model and "model" not in own and not Path(config.model).exists():
+    if config.model and "model" not in own and not os.path.exists(config.model):
         raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
     return config, run
 
