@@ -254,3 +254,17 @@ def test_round_that_an_interrupt_has_left_is_applied_once_and_never_after_loadin
         assert int(inner.replicator.round_number) == 1
         found.append((inner.fingerprint(), problems.bits(inner.param_groups[0]["params"])))
     assert found[0] == found[1]
+
+
+def test_messages_applied_after_a_checkpoint_do_not_count_once_it_is_loaded():
+    """A worker that is behind would drop its own message by them, as one that the weights include."""
+    pytest.importorskip("torchft")
+    inner = demopt.DeMo(problems.parameters([(4, 4)]))
+    optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 7, state_dict=dict), inner)
+    optimizer._new, optimizer._quorum, before = False, Mock(met=True), copy.deepcopy(optimizer.state_dict())
+    optimizer._quorum.exchange.return_value = SingleRank()
+    problems.set_gradients(problems.all_parameters(inner), 0)
+    optimizer.step()
+    assert optimizer._given()["counted"] == [(optimizer._name, 7)]
+    optimizer.load_state_dict(before)
+    assert optimizer._given()["counted"] == []

@@ -264,7 +264,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
-        self._detached = None  # an interrupted round, of the weights before
+        self._detached, self._counted = None, {}  # an interrupted round, and those applied, are of the weights before
 
 
 def _compare_settings(workers: list[Participant], source: int, me: int) -> None:
