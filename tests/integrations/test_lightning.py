@@ -186,6 +186,26 @@ def test_strategy_leaves_nothing_of_a_fit_that_failed_for_the_next_one(fails):
     assert not trainer.callbacks
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_strategy_saves_the_optimizer_with_the_model_on_its_device_though_lightning_moved_that(tmp_path):
+    """A model that only notes where it would be: "meta" stands for the host, and the host for an accelerator."""
+
+    class Module(Local):
+        def to(self, device):
+            self._device = torch.device(device)
+
+    def noted(*_):
+        seen.append(module.device.type)
+
+    seen, module, trainer = [], Module(), trainer_of(max_steps=3, enable_checkpointing=False)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(3, 4)))
+    module.to("meta")
+    with mock.patch.object(demopt.LocalDeMo, "consolidate_state_dict", noted):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert seen == ["cpu"]
+    assert module.device.type == "meta"
+
+
 def _clipped(precision, **settings):
     """The change of a weight in one step with rate 1, whose gradient is clipped to a norm."""
 

@@ -105,6 +105,18 @@ class DeMoStrategy(DDPStrategy):
             found: dict[str, Any] = super().lightning_module_state_dict()
             return copy.deepcopy(found) if self._local_demos else found  # local weights come back into the tensors
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As in Lightning, with the model where the optimizer is: after training it is on the host."""
+        module, device = self.lightning_module, self.lightning_module.device
+        if device != self.root_device:
+            module.to(self.root_device)
+        try:
+            found: dict[str, Any] = super().optimizer_state(optimizer)
+            return found
+        finally:
+            if device != self.root_device:
+                module.to(device)
+
     def teardown(self) -> None:
         """Ends what a fit has begun, also if it failed."""
         self._shared.close()
