@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import time
+import tracemalloc
 
 import pytest
 import stores
@@ -40,6 +41,16 @@ def home(tmp_path):
 
 def content(folder):
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+def test_memory_for_an_object_is_that_of_its_bytes_and_not_of_the_most(run):
+    run.put_if_absent(MESSAGE, b"mine")
+    tracemalloc.start()
+    try:
+        assert run.get(MESSAGE, 1 << 28) == b"mine"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -420,6 +420,16 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     assert store.list("moments") == {"00000004"}, "what is no tensor is not lent"
 
 
+def test_moments_that_cannot_be_read_are_told_and_gradients_of_other_weights_dropped(store):
+    Worker(store, 0, checkpoint_every=2, inner=adamw).round(2)
+    joiner = Worker(stores.Through(store), 1, inner=adamw)
+    found = joiner.run.store.list
+    joiner.run.store.list = lambda folder: found(folder) if folder != "moments" else Mock(side_effect=StoreError("away"))()
+    joiner.step()
+    assert joiner.said == ["away; the inner optimizer starts with empty state"]
+    assert all(parameter.grad is None for parameter in joiner.model.parameters())
+
+
 def test_moments_that_are_whole_numbers_or_empty_are_lent_as_they_are(store):
     worker = Worker(store, 0).round()
     rounds = worker.optimizer._rounds

@@ -106,6 +106,17 @@ def test_state_knows_what_its_local_steps_have_read():
     assert read == Counter(range(20))
 
 
+def test_sampler_gives_out_again_what_local_steps_that_resync_drops_have_read():
+    worker, given = Worker(ObjectStore(), 0, sync_every=4), []
+    for batch in demopt.RunSampler(worker.optimizer, 24, batch=2):
+        worker.step()
+        given += batch
+        if len(given) == 14:  # three steps after a round
+            worker.optimizer.resync()
+    assert given[14:20] == given[8:14]
+    assert sorted(given[:8] + given[14:]) == [*range(24)]
+
+
 @pytest.mark.parametrize("in_error", [0, 2])
 def test_sequences_of_local_steps_that_resync_drops_are_given_out_again_and_no_longer_counted(in_error):
     worker = Worker(ObjectStore(), 0).join()

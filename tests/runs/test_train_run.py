@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import servers
 from test_reading import lost
-from workers import Worker
+from workers import Worker, at_first
 
 import forked
 import models
@@ -529,6 +529,15 @@ def test_join_waits_for_a_folder_that_goes_away_while_it_loads_and_starts_no_run
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if run.exists() else away.rename(run))
     assert digest in command("join", run, "--out", machines.place / "second")
     assert not away.exists()
+
+
+def test_state_is_saved_though_the_store_stays_away(command, tmp_path, monkeypatch):
+    away = Mock(side_effect=ExchangeError("the store is away"))
+    monkeypatch.setattr(worker, "train_steps", away)
+    monkeypatch.setattr(worker.Worker, "_hear", at_first(lambda _: None, away))
+    words = ("train", "--run", tmp_path / "run", *SMALL, "--steps", 5, "--data", __file__)
+    assert "the store is away" in command(*words, "--out", tmp_path / "out", code=1)
+    assert (tmp_path / "out" / "state.pt").exists()
 
 
 def test_train_again_starts_the_run_that_a_kill_kept_it_from(machines):

@@ -353,7 +353,7 @@ def _unpacked_beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
         return {}, {}
     try:
         held = packed.cpu().contiguous()
-        found = load_file(io.BytesIO(ctypes.string_at(held.data_ptr(), held.nbytes)))
+        found = load_file(io.BytesIO((ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw))
         return {**found["state"]}, {**found["rest"]}
     except Exception as error:  # it may hold anything
         raise ValueError(f"the state is damaged: its entry {BESIDE!r} cannot be read: {first_line(error)}") from None

@@ -371,10 +371,10 @@ class LocalDeMo(ReplicatedOptimizer):
                     mine.copy_(theirs)
         if has_taken:
             self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
-            self._inner.borrow(self._rounds.lent_moments())
             self._note_gradients([parameter.grad for parameter in weights.parameters])
             for parameter in weights.parameters:
                 parameter.grad = None  # it was computed at other weights
+            self._inner.borrow(self._rounds.lent_moments())
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         if self.replicator.is_open:

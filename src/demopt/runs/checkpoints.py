@@ -43,10 +43,10 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     """Writes a checkpoint of the weights as they are now, in the background, and deletes what is old."""
     number = int(replicator.round_number)
     data = checkpoint_of(replicator, run.record.identity, log.digest_of(run.decided))
-    rounded = {
-        name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
-        for name, tensor in moments.items()
-    }
+    rounded = dict[str, Tensor]()
+    for name, tensor in moments.items():
+        here = to_local(tensor).cpu()  # an accelerator may have no memory for a copy
+        rounded[name] = here.bfloat16() if here.dim() and here.is_floating_point() else here
     lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*rounded]}, [*rounded.values()])
 
     def write() -> None:
@@ -131,7 +131,7 @@ def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int
 
 
 def read_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) -> Moments:
-    """Returns the moments beside the newest checkpoint after `rounds` or fewer; none if none are sound.
+    """Returns the moments beside the newest checkpoint after `rounds` or fewer; MessageError if they are damaged.
 
     With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
     """
@@ -150,9 +150,6 @@ def read_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) ->
             return dict(zip(map(str, names), found, strict=True))
         except ForeignError:  # it is none
             continue
-        except MessageError as error:
-            run.say(f"{error}; the inner optimizer starts with empty state")
-            break
     return {}
 
 

@@ -255,7 +255,7 @@ def _content(leaf: str, here: int | None, most: int, name: str) -> bytes | None:
         if found.st_size > most:
             raise MessageError(f"{name} has {found.st_size:,} bytes, and at most {most:,} were expected")
         with open(file, "rb", closefd=False) as opened:
-            return opened.read(most + 1)
+            return opened.read(found.st_size)  # a read of `most` would first allocate as much
     finally:
         os.close(file)
 

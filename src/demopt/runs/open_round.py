@@ -333,7 +333,7 @@ def envelope_of(attached: Attached, message: Tensor) -> Envelope:
 
 def bytes_of(tensor: Tensor) -> bytes:
     held = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(held.data_ptr(), held.nbytes)
+    return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw  # `string_at` takes less than 2 GiB
 
 
 def tensor_of(data: bytes) -> Tensor:

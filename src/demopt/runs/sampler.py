@@ -67,6 +67,7 @@ class RunSampler:
             if optimizer._settings["top_k"] is None:  # samples weigh signs of all coefficients
                 optimizer.samples = max(1, read)
             if numbers:
+                run.unsent += len(numbers)
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
             elif optimizer.replicator.in_flight:
                 optimizer.flush()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from demopt.errors import DriftError, MessageError, SettingsError
+from demopt.errors import DemoptError, DriftError, MessageError, SettingsError
 from demopt.exchange.dtensor import to_local
 from demopt.interrupts import uninterrupted
 from demopt.replicator.replicator import Replicator, Round
@@ -463,8 +463,13 @@ class FolderRounds(Rounds):
         self.run.move_to(checkpoint.before, checkpoint.has_stopped)
 
     def lent_moments(self) -> Moments:
-        tensors = self.replicator.wiring().replicated_tensors()
-        return {} if self.moments() else read_moments(self.run, tensors, self._number)
+        if self.moments():
+            return {}
+        try:
+            return read_moments(self.run, self.replicator.wiring().replicated_tensors(), self._number)
+        except DemoptError as error:  # it has joined, and does so no second time
+            self.run.say(f"{error}; the inner optimizer starts with empty state")
+            return {}
 
     # This worker's state
 

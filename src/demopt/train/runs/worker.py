@@ -217,12 +217,13 @@ class Worker(Training):
             try:
                 train_steps(self)
             except DemoptError as error:
-                self._hear()
                 try:
                     if isinstance(error, DriftError):
                         run.leaving = True  # so that nobody waits for it
                         self.optimizer.resync()  # no state goes on from weights that differ
                     run.close()
+                    with suppress(DemoptError):  # the store may be away
+                        self._hear()
                     self._save()
                     print(f"saved: {printable(str(out.state))}", flush=True)
                 except DemoptError as lost:
