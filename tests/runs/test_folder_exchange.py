@@ -424,7 +424,9 @@ def test_moments_that_cannot_be_read_are_told_and_gradients_of_other_weights_dro
     Worker(store, 0, checkpoint_every=2, inner=adamw).round(2)
     joiner = Worker(stores.Through(store), 1, inner=adamw)
     found = joiner.run.store.list
-    joiner.run.store.list = lambda folder: found(folder) if folder != "moments" else Mock(side_effect=StoreError("away"))()
+    joiner.run.store.list = lambda folder: (
+        found(folder) if folder != "moments" else Mock(side_effect=StoreError("away"))()
+    )
     joiner.step()
     assert joiner.said == ["away; the inner optimizer starts with empty state"]
     assert all(parameter.grad is None for parameter in joiner.model.parameters())
