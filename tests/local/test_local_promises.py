@@ -563,3 +563,18 @@ def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch):
         optimizer.flush()
         ends.append([*errors, *problems.values(optimizer)])
     assert problems.same(*ends)
+
+
+def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_the_next_one_goes_on(monkeypatch):
+    monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: False)
+    run = FolderExchange(ObjectStore(), late=0.0)
+    optimizer = problems.local(run, delay=1, state_device="cpu")
+    optimizer.join()
+    with monkeypatch.context() as full:
+        full.setattr(replicator, "compress", Mock(side_effect=MemoryError("no memory")))
+        train(optimizer, range(1))
+        with pytest.raises(MemoryError, match="no memory"):
+            optimizer.flush()
+    train(optimizer, range(1, 2))
+    optimizer.flush()
+    assert (run.decided.round, optimizer.weights_differ) == (0, False)

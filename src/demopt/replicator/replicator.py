@@ -389,7 +389,9 @@ class Replicator:
     def _reopen(self, current: Round) -> None:
         """Takes a round out of the background: it travels once more, or is forgotten."""
         current.work = None
-        self.enter_stage(current, "left open")
+        if current.message is None:  # `extract_and_send` has failed before it was made, as without memory
+            self.round = None
+        self.enter_stage(current, "left open" if self.round is current else "failed")
 
     def _current(self) -> Round:
         if self.round is None:

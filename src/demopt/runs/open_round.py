@@ -50,7 +50,7 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    sequences: int = 0  # that the message has, those of the error with those of local steps; none if it is not finite
+    sequences: int = 0  # unsent then: those of the error, and of local steps
 
 
 @dataclass(frozen=True, kw_only=True)

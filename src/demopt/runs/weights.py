@@ -313,7 +313,11 @@ class FolderRounds(Rounds):
         with uninterrupted():  # so that `decided` is the manifest of the weights
             match outcome.moved_by:
                 case "messages":  # none if too few had sent
-                    replicator.apply(messages)
+                    try:
+                        replicator.apply(messages)
+                    except DriftError:  # what was sent has left the momentum
+                        run.unsent, run.in_error = run.unsent_after(current, is_listed)
+                        raise
                     self._is_behind = not is_listed  # later rounds may be decided already
                 case "checkpoint":
                     replicator.mark_applied()
