@@ -14,6 +14,7 @@ import sysconfig
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -507,6 +508,15 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
     broken = ("train", "--run", machines.place / "broken", "--timeout", 1, *again[3:], *machines.data)
     for _ in range(2):  # a command that failed before it trained leaves --out free
         assert "has no object start/" in command(*broken, code=1)
+
+
+def test_train_with_other_settings_than_a_run_that_began_at_the_same_moment_is_refused(machines, command, monkeypatch):
+    machines.whole(steps=5)
+    before = [log.look(machines.store, number) for number in range(9)]
+    monkeypatch.setattr(worker, "log", SimpleNamespace(read_record=lambda _: None))  # it had not begun then
+    words = ("--run", machines.run, *SMALL, *machines.data, "--steps", 10, "--out", machines.place / "second")
+    assert "--steps is 10, and the run in" in command("train", *words, code=2)
+    assert [log.look(machines.store, number) for number in range(9)] == before, "a hello was left"
 
 
 def test_key_file_is_read_once_as_a_pipe_is(tmp_path, command, monkeypatch):

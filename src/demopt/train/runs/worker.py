@@ -34,7 +34,7 @@ from demopt.train.config import (
     read_run,
     resolve,
 )
-from demopt.train.data import TOKEN_SUFFIXES, batch, load_corpus, numbered, save_tokenizer, sequences
+from demopt.train.data import TOKEN_SUFFIXES, Corpus, batch, load_corpus, numbered, save_tokenizer, sequences
 from demopt.train.loop import Training, Windows, length, passes, train_steps
 from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
@@ -91,11 +91,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
             raise InputError(f"--run: {error}") from None
     run.late, found = config.late, log.read_record(run.store)
     if found is not None:
-        if TEXT not in found.settings:
-            raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
-        before = {name: value for name, value in found.settings.items() if name in FROM_RUN}
-        again = f"demopt join {typed(config.run)} takes all settings from it"
-        check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), f"the run in {config.run}", again)
+        _check_record(found, config, corpus)
     fresh = config.overwrite or not out.config.exists()
     with out.claimed(config), stop_on_signals(after="one more round") as received:
         run.asked_to_stop = lambda: bool(received) or out.stop.exists()
@@ -124,6 +120,15 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
         print(f"{cause} after {config.of_steps(worker.steps_done)}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
+
+
+def _check_record(found: log.Record, config: TrainConfig, corpus: Corpus) -> None:
+    """Raises InputError if the run that was found has other settings or another text."""
+    if TEXT not in found.settings:
+        raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
+    before = {name: value for name, value in found.settings.items() if name in FROM_RUN}
+    again = f"demopt join {typed(config.run)} takes all settings from it"
+    check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), f"the run in {config.run}", again)
 
 
 def _check(config: TrainConfig) -> torch.device:
@@ -195,6 +200,11 @@ class Worker(Training):
         run.say = lambda text: print(printable(text), flush=True)
         self._want()
         self.optimizer.join()
+        try:
+            _check_record(run.record, config, self.corpus)  # another machine may have started it since the first look
+        except InputError:
+            run.take_back_hellos(0)
+            raise
         with out.writing():
             write_whole(out.identity, lambda aside: aside.write_text(run.record.identity, encoding="utf-8"))
         begun = self.number = self.steps_done
