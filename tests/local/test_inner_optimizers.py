@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 import problems
 import ranks
 from demopt import FolderExchange, LocalDeMo, SettingsError
-from demopt.exchange import SingleRank
+from demopt.exchange import Collective, SingleRank
 from demopt.optim.muon import BatchedMuon
 from demopt.runs.store import ObjectStore
 from problems import NEEDS_MUON
@@ -264,6 +264,21 @@ def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(rank, c
     heard = problems.warned(lambda: train(optimizer, range(6), rank))
     told = ["the step of Communicating communicates between the ranks" in text for text in heard]
     assert told == [True] * (collective != "nothing" and rank == 0)
+
+
+@ranks.each(2)
+def test_inner_optimizer_beside_which_another_thread_exchanges_does_not_communicate(rank):
+    beside = Collective(dist.new_group([0, 1]))
+
+    class Meanwhile(torch.optim.SGD):
+        def step(self, closure=None):
+            thread = threading.Thread(target=beside.all_gather, args=(torch.zeros(1, dtype=torch.uint8),))
+            thread.start()
+            thread.join()
+            super().step(closure)
+
+    optimizer = problems.local(inner=lambda p: Meanwhile(p, lr=0.1), sync_every=2)
+    assert problems.warned(lambda: train(optimizer, range(6), rank)) == []
 
 
 @pytest.mark.parametrize("named", [False, True])

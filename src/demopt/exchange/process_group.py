@@ -1,6 +1,7 @@
 """Exchange over a torch.distributed process group, gloo or nccl."""
 
 import os
+import threading
 import uuid
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ dist: Any = getattr(torch, "distributed", None)  # a build of torch may lack it,
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
 #: Groups that `duplicate` made and no Collective has now, with their collectives, by kind and name; per default group.
 _IDLE: "weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]" = weakref.WeakKeyDictionary()
+_THREADS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # the last that exchanged on a group
 
 
 class Collective(Exchange):
@@ -130,6 +132,7 @@ class Collective(Exchange):
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
         timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._pg)
         self._calls["begun"] += 1
+        _THREADS[self._pg] = threading.get_ident()
         with self._liveness.waiting(self._global_ranks):
             work = collective(*given, group=self._pg, async_op=True)
             work.wait() if timeout is None else work.wait(timeout)
@@ -179,10 +182,13 @@ def _timeout_of(pg: Any) -> timedelta | None:
 
 
 def collectives_between(ranks: frozenset[int]) -> int:
-    """Returns the number of collectives so far in all process groups that have several of these global ranks."""
-    count = 0
+    """Returns the number of collectives so far in all process groups that have several of these global ranks.
+
+    Without the groups on which another thread exchanges, as one that trains a model of its own.
+    """
+    count, here = 0, threading.get_ident()
     for pg in [*dist.distributed_c10d._world.pg_map] if len(ranks) > 1 else ():
-        if len(ranks & {*dist.get_process_group_ranks(pg)}) > 1:
+        if len(ranks & {*dist.get_process_group_ranks(pg)}) > 1 and _THREADS.get(pg, here) == here:
             with suppress(RuntimeError):  # a backend that does not count
                 count += pg._get_sequence_number_for_group()
     return count
