@@ -243,7 +243,7 @@ class Replicator:
         with uninterrupted():  # what has entered the momentum is in a round
             try:
                 self._compress(current, gradients, factor, minus)
-            except BaseException:  # as of a device without memory: what has entered the momentum is no D any more
+            except BaseException:  # as of a device without memory: where the momentum has D, the next one is without it
                 current.stage = "extracted"
                 self.enter_stage(current, "failed")
                 raise
@@ -440,10 +440,7 @@ class Replicator:
             with record_function("demopt.apply"):
                 try:
                     wiring.route.apply(result.decoded, number)
-                except (
-                    MemoryError,
-                    RuntimeError,
-                ) as error:  # as of a full device: some chunk groups have moved, others not
+                except (MemoryError, RuntimeError) as error:  # some chunk groups have moved, others have not
                     self.mark_applied(current)  # on the other ranks it is, so what was sent leaves the momentum
                     told = f"applying the round has failed on this rank ({first_line(error)})"
                     raise DriftError(number, [], told, effect="its parameters are those of no round") from error

@@ -229,7 +229,7 @@ class Worker(Training):
             except DemoptError as error:
                 try:
                     if isinstance(error, DriftError):
-                        run.leaving = True  # so that nobody waits for it
+                        run.leaving = True  # so it asks nobody to wait for it
                         self.optimizer.resync()  # no state goes on from weights that differ
                     run.close()
                     with suppress(DemoptError):  # the store may be away
