@@ -33,11 +33,12 @@ from demopt.train.config import (
     resolve,
 )
 from demopt.train.data import find_files
-from demopt.train.method import check_settings, make_method, make_optimizer, refuse_if_too_large
+from demopt.train.loop import Training
+from demopt.train.method import check_settings, make_optimizer, refuse_if_too_large
 from demopt.train.model import build, count_parameters, save
 from demopt.train.out import OutFolder, write_whole
 from demopt.train.runs.worker import train_in_folder
-from demopt.train.team import Team, pick_device
+from demopt.train.team import pick_device
 
 
 def test_flags_reach_the_config_and_override_its_file(tmp_path, monkeypatch, command):
@@ -120,17 +121,16 @@ def test_defaults_are_those_of_the_library():
 
 @pytest.mark.parametrize(
     ("optimizer", "kind", "factors"),
-    [("local", LocalDeMo, (1.0, 1.0)), ("demo", DeMo, (1.0, 0.2)), ("adamw", torch.optim.AdamW, (1.0,))],
+    [("local", LocalDeMo, [1.0, 1.0]), ("demo", DeMo, [1.0, 0.2]), ("adamw", torch.optim.AdamW, [1.0])],
 )
-def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, kind, factors, monkeypatch):
-    monkeypatch.setattr(method_module, "DistributedDataParallel", lambda forward, **_: forward)  # needs ranks
+def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, kind, factors):
     config = resolve(TrainConfig(preset="tiny", vocab_size=40, optimizer=optimizer))
     check_settings(config)
-    method = make_method(config, build(config), Team(0, 1, torch.device("cpu"), SingleRank()))
-    assert (type(method.optimizer), method.factors) == (kind, factors)
-    method.set_lr(0.5)
-    assert [group["lr"] for group in method.optimizer.param_groups] == [0.5 * factor for factor in factors]
-    assert {group["weight_decay"] for group in method.optimizer.param_groups} == {0.0 if optimizer == "demo" else 0.1}
+    made = make_optimizer(config, build(config), SingleRank())
+    assert (type(made), [group["lr"] for group in made.param_groups]) == (kind, factors)
+    Training.set_lr(Mock(optimizer=made, factors=factors), 0.5)
+    assert [group["lr"] for group in made.param_groups] == [0.5 * factor for factor in factors]
+    assert {group["weight_decay"] for group in made.param_groups} == {0.0 if optimizer == "demo" else 0.1}
 
 
 @pytest.mark.parametrize(

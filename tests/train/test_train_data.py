@@ -4,6 +4,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import hypothesis
 import numpy as np
@@ -228,7 +229,10 @@ def test_every_sequence_is_read_once_per_epoch_by_ranks_whose_number_changes(dra
         size = draw.randint(1, 5)
         corpus, cpu = _corpus(number), torch.device("cpu")
         teams = [Team(rank, size, cpu, SingleRank()) for rank in range(size)]
-        ranks = [Connected(config, None, team, corpus, None, None, None, resumed) for team in teams]
+        ranks = [
+            Connected(config, None, team, corpus, torch.nn.Linear(1, 1), Mock(param_groups=[]), None, resumed)
+            for team in teams
+        ]
         for _ in range(draw.randint(1, 8)):
             speeds = {str(rank): draw.uniform(0.1, 9.0) for rank in range(len(ranks))}
             drawn = [rounds.draw() for rounds in ranks]

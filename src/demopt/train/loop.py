@@ -4,7 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from demopt.errors import DemoptError
+from demopt.optim.local_demo import LocalDeMo
 from demopt.train.config import TrainConfig
 from demopt.train.data import Batch, Corpus, sequences, validation_windows
-from demopt.train.method import Method
 from demopt.train.model import backward, loss_sum, targets
 from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report
@@ -36,12 +36,22 @@ class Training(ABC):
     team: Team
     corpus: Corpus
     model: nn.Module
-    method: Method
+    optimizer: torch.optim.Optimizer
+    forward: nn.Module = field(init=False)  # the model, compiled and wrapped
+    factors: list[float] = field(init=False)  # on the learning rate, by parameter group
     report: Report = field(init=False)  # from the first step on
     number: int = field(init=False, default=0)  # the step that was drawn last
     tokens: int = field(init=False, default=0)  # trained on so far, by all workers
     speed: float = field(init=False, default=0.0)  # sequences per second while computing; 0: not measured yet
     _batches: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.factors = [group["lr"] for group in self.optimizer.param_groups]
+        self.forward = torch.compile(self.model) if self.config.compile else self.model  # type: ignore[assignment]
+        if self.config.optimizer == "adamw":
+            devices = [self.team.device.index] if self.team.device.type == "cuda" else None
+            with self.team.waiting():
+                self.forward = DistributedDataParallel(self.forward, device_ids=devices)
 
     @property
     @abstractmethod
@@ -67,6 +77,14 @@ class Training(ABC):
     @abstractmethod
     def after_report(self, row: Row) -> None:
         """Follows the report of `row`, the last one: saves, for example."""
+
+    def shared(self) -> AbstractContextManager[None]:
+        """The context to evaluate and save in: the model's weights are the same on all ranks."""
+        return self.optimizer.shared() if isinstance(self.optimizer, LocalDeMo) else nullcontext()
+
+    def set_lr(self, lr: float) -> None:
+        for group, factor in zip(self.optimizer.param_groups, self.factors, strict=True):
+            group["lr"], group["initial_lr"] = lr * factor, factor  # as torch's schedulers mark a group that they hold
 
     def share_out(self, speeds: Mapping[str, float]) -> None:
         """With --global-batch: shares it out by the speeds of all workers that train."""
@@ -128,7 +146,7 @@ def train_steps(training: Training) -> None:
         nonlocal bad
         row = rows[-1]
         if row["step"] % config.eval_every == 0 or training.ended:
-            with training.method.shared():
+            with training.shared():
                 row["val_loss"] = validation_loss(training, windows)
         for each in rows:
             with training.out.writing():
@@ -166,10 +184,10 @@ def train_steps(training: Training) -> None:
 
 def _gradient(training: Training, lr: float, windows: Windows) -> float:
     """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
-    config, method, device = training.config, training.method, training.team.device
-    method.set_lr(lr)
-    method.optimizer.zero_grad()
-    forward, loss, count = method.forward, 0.0, sum(map(targets, windows))
+    config, forward, device = training.config, training.forward, training.team.device
+    training.set_lr(lr)
+    training.optimizer.zero_grad()
+    loss, count = 0.0, sum(map(targets, windows))
     for number, part in enumerate(windows, 1):
         early = number < len(windows)  # DDP synchronizes in the last pass
         with forward.no_sync() if early and isinstance(forward, DistributedDataParallel) else nullcontext():

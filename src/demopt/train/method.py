@@ -3,77 +3,26 @@
 import importlib.util
 import math
 import os
-import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.filesize import decimal
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import demopt
 from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
-from demopt.exchange.interface import all_reduce_bytes
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
-from demopt.train.model import autocasts, build, count_parameters
+from demopt.train.model import autocasts, build
 from demopt.train.out import Row
-from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
 MANY_TOKENS = 1 << 16  # in a forward pass, whose activations may then be more than all else
 TRAINERS = ("momentum", "global_batch")  # settings of an optimizer that are no arguments of its class
-
-
-@dataclass(frozen=True)
-class Method:
-    """A model ready for the forward pass, and its optimizer, whose groups have the rate 1.0 times their factor."""
-
-    forward: nn.Module
-    optimizer: torch.optim.Optimizer
-    factors: tuple[float, ...]  # on the learning rate, by parameter group
-    parameters: int
-    world_size: int
-
-    def set_lr(self, lr: float) -> None:
-        for group, factor in zip(self.optimizer.param_groups, self.factors, strict=True):
-            group["lr"], group["initial_lr"] = lr * factor, factor  # as torch's schedulers mark a group that they hold
-
-    def shared(self) -> AbstractContextManager[None]:
-        """The context to evaluate and save in: the model's weights are the same on all ranks."""
-        return self.optimizer.shared() if isinstance(self.optimizer, LocalDeMo) else nullcontext()
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether the ranks exchanged anything in the last step; local steps between two rounds do not."""
-        return not (isinstance(self.optimizer, LocalDeMo) and self.optimizer.local_steps)
-
-    def step(self, pause: bool, last: bool = False) -> Row:
-        """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
-
-        `pause`: no round may stay in flight, as before an evaluation. `last`: local steps go into one more round.
-        """
-        optimizer, began = self.optimizer, time.perf_counter()
-        optimizer.step()
-        if not isinstance(optimizer, DeMo | LocalDeMo):
-            dense = FLOAT32_BYTES * self.parameters
-            traffic = all_reduce_bytes(dense, self.world_size)
-            stats = Stats(payload_bytes=dense, sent_bytes=traffic, received_bytes=traffic)
-            return {**cost_of(stats, time.perf_counter() - began), "exchange_seconds": None}  # DDP's is in backward
-        stats = optimizer.stats
-        if isinstance(optimizer, LocalDeMo):
-            if pause and optimizer.replicator.in_flight:
-                optimizer.flush()
-                stats = optimizer.stats.after(stats)
-            if last and optimizer.local_steps:
-                optimizer.finish_round(last=True)
-                stats = optimizer.stats.after(stats)
-        return cost_of(stats, time.perf_counter() - began)
 
 
 def cost_of(stats: Stats, seconds: float) -> Row:
@@ -82,20 +31,8 @@ def cost_of(stats: Stats, seconds: float) -> Row:
     return {**traffic, "optimizer_seconds": seconds - exchange, "exchange_seconds": exchange}
 
 
-def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group: Any = None) -> Method:
-    """Builds the configured optimizer for a model that is already on its device."""
-    forward: Any = torch.compile(model) if config.compile else model
-    optimizer = make_optimizer(config, model, process_group)
-    if config.optimizer == "adamw":
-        devices = [team.device.index] if team.device.type == "cuda" else None
-        with team.waiting():
-            forward = DistributedDataParallel(forward, device_ids=devices)
-    factors = tuple(group["lr"] for group in optimizer.param_groups)
-    return Method(forward, optimizer, factors, count_parameters(model), team.world_size)
-
-
 def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = None) -> torch.optim.Optimizer:
-    """Builds the configured optimizer at a learning rate of 1.0."""
+    """Builds the configured optimizer for a model on its device; its groups have the rate 1.0 times their factor."""
     if config.optimizer == "adamw":
         decay = config.weight_decay or 0.0
         return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=decay, fused=True)

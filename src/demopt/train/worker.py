@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import accumulate
@@ -18,16 +19,17 @@ from typing import NoReturn
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from demopt.exchange.interface import gather_values
+from demopt.exchange.interface import all_reduce_bytes, gather_values
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.output import open_outlets
+from demopt.replicator.replicator import Stats
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
 from demopt.train.data import Corpus, batch, load_corpus, numbered, sequences
 from demopt.train.loop import Training, Windows, length, passes, train_steps
-from demopt.train.method import check_settings, make_method, refuse_if_too_large
-from demopt.train.model import begin
+from demopt.train.method import FLOAT32_BYTES, check_settings, cost_of, make_optimizer, refuse_if_too_large
+from demopt.train.model import begin, count_parameters
 from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report, finish
 from demopt.train.team import Team, join, stop_on_signals
@@ -48,6 +50,8 @@ class Connected(Training):
     resumed: checkpoint.CheckpointRecord | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._dense_bytes = FLOAT32_BYTES * count_parameters(self.model)  # of all gradients
         if self.resumed:
             self.number, self.tokens = self.resumed.step, self.resumed.tokens
         self._total = sequences(self.corpus.train, self.config) * (self.config.epochs or 0)
@@ -80,13 +84,13 @@ class Connected(Training):
 
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
-        config, method, optimizer = self.config, self.method, self.method.optimizer
+        config, optimizer = self.config, self.optimizer
         self.measured(self._sequences, seconds)
         if isinstance(optimizer, LocalDeMo) and (config.global_batch or self._total) and not config.top_k:
             since_round = self.batch_of(str(self.team.rank)) * optimizer.local_steps
             optimizer.samples = max(1, since_round + self._sequences)
-        rows[-1] |= {"batch": self._sequences, **method.step(pause, last=self.ended)}
-        if not (method.exchanged or pause):
+        rows[-1] |= {"batch": self._sequences, **self._step(pause)}
+        if not (self._has_exchanged or pause):
             return False
         self._reduce(rows)
         if not self._said_route and isinstance(optimizer, DeMo | LocalDeMo) and optimizer.stats.route:  # after a round
@@ -96,15 +100,41 @@ class Connected(Training):
 
     def after_report(self, row: Row) -> None:
         """Saves, if it is time, where `train_steps` pauses, or if the run is over."""
-        optimizer = self.method.optimizer
+        optimizer = self.optimizer
         if not (self._stopped or self.ended or row["step"] % self.config.save_every == 0):
             return
         if isinstance(optimizer, LocalDeMo):
             optimizer.flush()  # after a stop that was asked for: no round stays in flight
         saved = checkpoint.CheckpointRecord(self.number, self.corpus.fingerprint, self.config.record(), self.tokens)
-        with self.out.writing(), self.method.shared(), self.team.waiting():
+        with self.out.writing(), self.shared(), self.team.waiting():
             self.report.sync()
             checkpoint.save(self.out.checkpoints, saved, self.model, optimizer, self.team)
+
+    @property
+    def _has_exchanged(self) -> bool:
+        """Whether the ranks exchanged anything in the last step; local steps between two rounds do not."""
+        return not (isinstance(self.optimizer, LocalDeMo) and self.optimizer.local_steps)
+
+    def _step(self, pause: bool) -> Row:
+        """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
+
+        `pause`: no round may stay in flight. After the last step, local steps go into one more round.
+        """
+        optimizer, began = self.optimizer, time.perf_counter()
+        optimizer.step()
+        if not isinstance(optimizer, DeMo | LocalDeMo):
+            traffic = all_reduce_bytes(self._dense_bytes, self.team.world_size)
+            stats = Stats(payload_bytes=self._dense_bytes, sent_bytes=traffic, received_bytes=traffic)
+            return {**cost_of(stats, time.perf_counter() - began), "exchange_seconds": None}  # DDP's is in backward
+        stats = optimizer.stats
+        if isinstance(optimizer, LocalDeMo):
+            if pause and optimizer.replicator.in_flight:
+                optimizer.flush()
+                stats = optimizer.stats.after(stats)
+            if self.ended and optimizer.local_steps:
+                optimizer.finish_round(last=True)
+                stats = optimizer.stats.after(stats)
+        return cost_of(stats, time.perf_counter() - began)
 
     def _reduce(self, rows: list[Row]) -> None:
         """One all-reduce: the losses' means, weighed by sequences; the shares of the batch; who wants to stop."""
@@ -114,7 +144,7 @@ class Connected(Training):
         sums = team.total([*weighed, *batches, *speeds, float(self.stop_requested())])
         for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
             row["loss"] = total / size
-        if self.method.exchanged:  # not within a round
+        if self._has_exchanged:  # not within a round
             self.share_out({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])})
         self._stopped = sums[-1] > 0
 
@@ -149,19 +179,18 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
     with ExitStack() as held:
         team.agree(lambda: held.enter_context(out.claimed(config)) if team.first else None)
         team.agree(out.require_shared)
-        method = make_method(config, model.to(team.device), team)
+        optimizer, is_asked = make_optimizer(config, model.to(team.device)), lambda: stopping() or out.stop.exists()
+        training = Connected(config, out, team, corpus, model, optimizer, is_asked, resumed)
         if path:
             with team.waiting():
-                team.agree(lambda: checkpoint.load(path, model, method.optimizer))
+                team.agree(lambda: checkpoint.load(path, model, optimizer))
         with out.writing():
-            report = Report(out, config, resumed.step if resumed else 0, team.first)
-        training = Connected(config, out, team, corpus, model, method, lambda: stopping() or out.stop.exists(), resumed)
-        training.report = report
+            training.report = report = Report(out, config, resumed.step if resumed else 0, team.first)
         _introduce(training)
         with report:
             train_steps(training)
         if team.first and training.ended:
-            with out.writing(), method.shared():
+            with out.writing(), training.shared():
                 finish(config, out, model, corpus)
         elif team.first:
             again = f"demopt train --resume --out {shlex.quote(config.out)}"
@@ -179,12 +208,14 @@ def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig
 
 def _introduce(training: Connected) -> None:
     """Says what trains on which data, and how this start differs from the one before."""
-    config, corpus, team, method = training.config, training.corpus, training.team, training.method
+    config, corpus, team, model = training.config, training.corpus, training.team, training.model
     size, report, resumed = team.world_size, training.report, training.resumed
     report.say(corpus.about)
-    trains = f"{config.model or config.preset}: {method.parameters:,} parameters train; {size} x {team.device.type}"
+    trains = (
+        f"{config.model or config.preset}: {count_parameters(model):,} parameters train; {size} x {team.device.type}"
+    )
     report.say(f"{trains}; {f'going on after step {resumed.step}' if resumed else length(config, corpus)}")
-    report.say_memory(training.model, method.optimizer, team.device)
+    report.say_memory(model, training.optimizer, team.device)
     if size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
     if resumed and (old_size := resumed.settings["workers"]) != size:

@@ -36,7 +36,7 @@ from demopt.train.config import (
 )
 from demopt.train.data import TOKEN_SUFFIXES, Corpus, batch, load_corpus, numbered, save_tokenizer, sequences
 from demopt.train.loop import Training, Windows, length, passes, train_steps
-from demopt.train.method import check_settings, cost_of, make_method, make_optimizer, refuse_if_too_large
+from demopt.train.method import check_settings, cost_of, make_optimizer, refuse_if_too_large
 from demopt.train.model import begin, save
 from demopt.train.out import OutFolder, Row, write_whole
 from demopt.train.report import Report, finish
@@ -99,7 +99,9 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
             if config.threads or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
                 torch.set_num_threads(config.threads or cores())
             team, model = Team(0, 1, device, SingleRank()), model.to(device)
-            worker = Worker(config, out, team, corpus, model, make_method(config, model, team, run), run)
+            optimizer = make_optimizer(config, model, run)
+            assert isinstance(optimizer, LocalDeMo)
+            worker = Worker(config, out, team, corpus, model, optimizer, run)
             worker.train()
         except DemoptError as error:
             if not received:
@@ -151,12 +153,12 @@ class Worker(Training):
     With --epochs, the run's manifests hand out the sequences, and the run ends when they have all.
     """
 
+    optimizer: LocalDeMo
     run: FolderExchange
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         config, run, corpus = self.config, self.run, self.corpus
-        assert isinstance(self.method.optimizer, LocalDeMo)
-        self.optimizer: LocalDeMo = self.method.optimizer
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         run.note = self._note
@@ -243,7 +245,7 @@ class Worker(Training):
             self._save()
         run.wait_for_uploads()
         if self.ended:
-            with out.writing(), self.method.shared():
+            with out.writing(), self.shared():
                 finish(config, out, self.model, self.corpus, self.number > begun)
         replicator = self.optimizer.replicator
         print(f"weights after {replicator.round_number} rounds: sha256 {weights_digest(replicator)}", flush=True)
