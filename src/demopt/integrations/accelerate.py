@@ -51,8 +51,8 @@ def register(accelerator: Accelerator, optimizer: Any) -> Any:
         if isinstance(plain, LocalDeMo):
             _show_global(plain, models, weights)
 
-    def load(folder: str) -> None:
-        found[:] = _own(folder, number, *plain.replicator.rank_and_size)
+    def load(*given: Any) -> None:
+        found[:] = _own(given[-1], number, *plain.replicator.rank_and_size)
 
     def load_state_and_forget(*args: Any, **kwargs: Any) -> None:
         try:
@@ -64,7 +64,7 @@ def register(accelerator: Accelerator, optimizer: Any) -> Any:
     if isinstance(plain, LocalDeMo):
         plain.warns_of_saving = False  # Accelerate saves rank 0's state, too, which nobody loads
     accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(lambda *given: load(given[-1]))
+    accelerator.register_load_state_pre_hook(load)
     plain.register_load_state_dict_pre_hook(lambda *given: found.pop() if found else given[-1])
     return plain
 

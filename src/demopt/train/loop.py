@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +38,6 @@ class Training(ABC):
     corpus: Corpus
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    forward: nn.Module = field(init=False)  # the model, compiled and wrapped
-    factors: list[float] = field(init=False)  # on the learning rate, by parameter group
     report: Report = field(init=False)  # from the first step on
     number: int = field(init=False, default=0)  # the step that was drawn last
     tokens: int = field(init=False, default=0)  # trained on so far, by all workers
@@ -46,8 +45,8 @@ class Training(ABC):
     _batches: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.factors = [group["lr"] for group in self.optimizer.param_groups]
-        self.forward = torch.compile(self.model) if self.config.compile else self.model  # type: ignore[assignment]
+        self.factors = [group["lr"] for group in self.optimizer.param_groups]  # on the learning rate
+        self.forward: Any = torch.compile(self.model) if self.config.compile else self.model
         if self.config.optimizer == "adamw":
             devices = [self.team.device.index] if self.team.device.type == "cuda" else None
             with self.team.waiting():

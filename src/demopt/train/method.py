@@ -33,18 +33,17 @@ def cost_of(stats: Stats, seconds: float) -> Row:
 
 def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = None) -> torch.optim.Optimizer:
     """Builds the configured optimizer for a model on its device; its groups have the rate 1.0 times their factor."""
+    rates: Given = {"lr": 1.0, "weight_decay": config.weight_decay}
+    momentum: Any = config.momentum  # a number, as the config is resolved
     if config.optimizer == "adamw":
-        decay = config.weight_decay or 0.0
-        return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+        return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True, **rates)
     known = [name for name, about in SETTINGS.items() if config.optimizer in about["fits"] and name not in TRAINERS]
     settings: Given = {name: getattr(config, name) for name in known if getattr(config, name) is not None}
     settings["process_group"] = process_group
-    assert config.momentum is not None
-    assert config.weight_decay is not None
     if config.optimizer == "demo":
         groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
-        return DeMo(groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **settings)
-    inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
+        return DeMo(groups, momentum_decay=momentum, **rates, **settings)
+    inner = demopt.muon_adamw(model, momentum=momentum, **rates)
     on_host = next(model.parameters()).device.type not in ("cpu", "cuda", "meta")  # where nobody has run the rounds
     return LocalDeMo(inner, state_device="cpu" if on_host else None, **settings)
 
