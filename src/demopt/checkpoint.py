@@ -71,13 +71,15 @@ class LoadPlanner(DefaultLoadPlanner):
             old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in in_file)
             if not old_size and f"{prefix}rank0.shard0.0" in in_file and match["shard"] != "0":
                 raise ValueError(f"the checkpoint has nothing of shard {match['shard']}: {_SHARDS}")
+            if not old_size:
+                continue  # DCP says what the file lacks
             for old in overlaps(rank, world_size, old_size):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             # DCP refuses a key that the file lacks, because fewer ranks saved it. One that the file has stays, even if
             # another rank takes over from it: without any DCP would take the file for one of torch 2.3.
-            if old_size and key not in in_file:
+            if key not in in_file:
                 del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -568,13 +568,17 @@ def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch):
 def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_the_next_one_goes_on(monkeypatch):
     monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: False)
     run = FolderExchange(ObjectStore(), late=0.0)
-    optimizer = problems.local(run, delay=1, state_device="cpu")
+    optimizer = problems.local(run, delay=1, state_device="cpu", kernels="torch")  # which tell whether they began
     optimizer.join()
     with monkeypatch.context() as full:
         full.setattr(replicator, "compress", Mock(side_effect=MemoryError("no memory")))
+        begun = problems.values(optimizer)
         train(optimizer, range(1))
         with pytest.raises(MemoryError, match="no memory"):
             optimizer.flush()
+    starts, weights = optimizer._weights.starts_and_locals()  # the next round has the step that this one had
+    assert problems.same(starts, begun)
+    assert not any(torch.equal(*pair) for pair in zip(starts, weights, strict=True))
     train(optimizer, range(1, 2))
     optimizer.flush()
     assert (run.decided.round, optimizer.weights_differ) == (0, False)

@@ -312,6 +312,17 @@ def test_round_that_is_applied_in_part_is_drift_and_after_resync_no_step_counts_
     assert times_applied(store, [worker, other]) == [[1.0] * worker.taken, [1.0] * other.taken]
 
 
+def test_resync_takes_the_newest_weights_instead_of_a_round_that_cannot_be_applied(store):
+    first, late = joined(store, checkpoint_every=2)
+    first.round(2)
+    full = Mock(side_effect=torch.OutOfMemoryError("device is full"))
+    late.optimizer.replicator.apply_missed = full
+    with pytest.raises(torch.OutOfMemoryError):
+        late.round()
+    late.optimizer.resync()
+    assert (late.rounds, late.digest) == (2, first.digest)
+
+
 def test_worker_whose_saved_weights_have_drifted_takes_those_of_the_run_as_it_joins(store):
     first, drifts = joined(store, fingerprint_every=1)
     drifts.optimizer.replicator.parameters[0].data.add_(1.0)

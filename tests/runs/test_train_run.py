@@ -60,7 +60,7 @@ def _command(words, output, allowed, environment, end):
             os.kill(os.getpid(), signal.SIGKILL)
         if end == "failed by a drift" and header.round_number == ENDS:
             self._replicator.parameters[0].data.add_(1.0)
-            return dataclasses.replace(outcome, moved_by="resync")
+            return dataclasses.replace(outcome, ended="drifted")
         return outcome
 
     def last(self, mine):

@@ -324,7 +324,9 @@ class LocalDeMo(ReplicatedOptimizer):
         else:
             self.mistakes.look_at_replaced()
         loaded = [p.detach().clone() for group in self.param_groups for p in group["params"]] if model else []
-        self.flush()
+        self.mistakes.look_at_loaded()
+        if self.replicator.is_open:  # a catch-up that has failed is not tried again: the newest weights come now
+            self._end_open_round()
         self._follow_changes()
         self._weights.begin()
         if model:

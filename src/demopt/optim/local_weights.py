@@ -178,6 +178,7 @@ class LocalWeights(Follower):
                 self.adopt()
             return
         if before != "extracted":
+            self.start_of |= self._kept_starts(current, {})  # local is global - D since "sent"
             return
         try:
             if not current.finite:  # D was dropped
@@ -186,21 +187,18 @@ class LocalWeights(Follower):
                 if current.stage == "sent":
                     assert current.local_weights is not None
                     self._rebase(dict(zip(self.global_of, current.local_weights, strict=True)))
-                self._count_from_here(current)
+                self.start_of = {**self._copies(self.global_of.keys()), **self._kept_starts(current, self.start_of)}
         except BaseException:  # as of a device without memory for them: D is in the error, and so leaves them here
             self.adopt()
             raise
         if current.stage == "failed":  # nobody else knows of it, so the next step has a round again
             self.steps_since = steps
 
-    def _count_from_here(self, current: Round) -> None:
-        """start <- local: the next D counts from the local weights of now, except where the error lacks D (`left`)."""
-        groups = current.left if current.stage == "failed" else ()
-        left, kept = {chunked.parameter for each in groups for chunked in each.parameters}, {}
-        if left:
-            starts = {**self._copies(self.global_of.values()), **self.start_of}
-            kept = {local: starts[local] for local, weight in self.global_of.items() if weight in left}
-        self.start_of = {**self._copies(self.global_of.keys()), **kept}
+    def _kept_starts(self, current: Round, starts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Returns the starts, by default global, of weights whose D is not in the error: the next D has it again."""
+        without = {chunked.parameter for each in current.untaken for chunked in each.parameters}
+        starts = {**self._copies(self.global_of.values()), **starts} if without else {}
+        return {local: starts[local] for local, weight in self.global_of.items() if weight in without}
 
     @contextmanager
     def moved_by_others(self) -> Iterator[None]:

@@ -109,7 +109,7 @@ class Round:
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     local_weights: Gradients | None = None  # `minus` of `extract`, until the follower has moved them in the next stage
-    left: Sequence[ChunkGroup] = ()  # whose momentum is without D, because an error has ended `extract`
+    untaken: Sequence[ChunkGroup] = ()  # whose momentum is without D, because an error has ended `extract`
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -122,7 +122,9 @@ class Round:
 
     @property
     def row(self) -> int | None:
-        """The row of this rank's message in the result; None: it is not listed, where senders vary."""
+        """The row of this rank's message in the result; None: there is none, or it is not listed."""
+        if self.stage == "begun":
+            return None
         return self.header.rank if self.outcome is None else self.outcome.row
 
     @property
@@ -304,12 +306,12 @@ class Replicator:
             if current.finite:
                 sent = []
                 for number, chunk_group in enumerate(wiring.chunk_groups):
-                    before, current.left = chunk_group.momentum._version, wiring.chunk_groups[number + 1 :]
+                    before = chunk_group.momentum._version
                     try:
                         sent.append(compress(chunk_group, gradients, factor, self._workspace, minus))
                     except BaseException:
-                        if chunk_group.kernel is None and chunk_group.momentum._version == before:
-                            current.left = wiring.chunk_groups[number:]
+                        is_clean = chunk_group.kernel is None and chunk_group.momentum._version == before
+                        current.untaken = wiring.chunk_groups[number if is_clean else number + 1 :]
                         raise
                 current.data = pack_sections(sent)
             current.message = wiring.route.message(current.header, current.data)
@@ -444,12 +446,11 @@ class Replicator:
                     self.mark_applied(current)  # on the other ranks it is, so what was sent leaves the momentum
                     told = f"applying the round has failed on this rank ({first_line(error)})"
                     raise DriftError(number, [], told, effect="its parameters are those of no round") from error
-                if current.in_momentum and current.row is not None:  # otherwise a later round sends it
+                if current.row is not None:  # otherwise a later round sends it
                     wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
-        if current.stage != "begun":  # with a message of this rank
-            self.enter_stage(current, "skipped" if result.skipped else "applied")
+        self.enter_stage(current, "skipped" if result.skipped else "applied")
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
         self._count_skips(result)
 
@@ -490,8 +491,8 @@ class Replicator:
             self.session.leave()
 
     def enter_stage(self, current: Round | None, stage: Stage) -> None:
-        """Moves an extracted round on, and tells the follower. Call it with `uninterrupted`."""
-        if current is not None:
+        """Moves a round with this rank's message on, and tells the follower. Call it with `uninterrupted`."""
+        if current is not None and current.stage != "begun":
             before, current.stage = current.stage, stage
             self.follower.follow(current, before)
             current.local_weights = None

@@ -32,7 +32,7 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
-Mover = Literal["messages", "checkpoint", "resync"]
+Ending = Literal["applied", "covered", "drifted"]  # the rows of the table in optim/local_weights.py
 
 
 class CoveredError(DemoptError):
@@ -50,7 +50,7 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    sequences: int = 0  # unsent then: those of the error, and of local steps
+    unsent: int = 0  # sequences then, of the error and of local steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class FolderOutcome(Outcome):
     What was sent leaves the error only if the message is listed, whatever moves the weights.
     """
 
-    moved_by: Mover  # the weights; not by "messages" if these are gone, or the weights were not the manifest's before
+    ended: Ending  # "applied" also if too few had sent, so that it moves nothing
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
     left_out: bool  # that is neither listed nor refused: it was late, or too few had sent
@@ -111,13 +111,13 @@ class OpenRound:
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         row, mine = as_listed(self.mine, manifest)
-        moved_by: Mover = "messages"
+        ended: Ending = "applied"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:
-            result, moved_by = join_results(self._wiring, []), "checkpoint"  # which comes instead
+            result, ended = join_results(self._wiring, []), "covered"  # which comes instead
         if mine.weights is not None and manifest.weights not in (None, mine.weights):
-            moved_by = "resync"
+            ended = "drifted"
         left_out = row is None and mine.worker not in manifest.refused
         if row is None and not left_out:
             run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
@@ -126,7 +126,7 @@ class OpenRound:
         waited = time.monotonic() - began - self.slept
         for_a_request = 2 * self._longest > waited  # for the most part
         return FolderOutcome(
-            row, result, moved_by=moved_by, manifest=manifest, envelope=mine, left_out=left_out,
+            row, result, ended=ended, manifest=manifest, envelope=mine, left_out=left_out,
             needed=ready_at - self._attached.round_began,
             waited=waited, waited_for=() if for_a_request else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=known_at,

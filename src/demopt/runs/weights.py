@@ -217,7 +217,7 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), sequences=sequences)
+        attached = Attached(envelope, before, round_began=time.monotonic(), unsent=sequences)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -282,14 +282,13 @@ class FolderRounds(Rounds):
         After an error the round may be open, to try again: its message may be in the store by then, and count. Returns
         whether to send the message's content at once: a worker that is always late would never be in a round.
         """
-        current, run = self.replicator.round, self.run
-        self._exchange_and_end()
+        ended = self._exchange_and_end()
         if self._is_behind:
             self._catch_up()
-        return run.left_out > 1 and run.goes_on and current is not None and current.in_momentum
+        return self.run.left_out > 1 and self.run.goes_on and ended.in_momentum
 
-    def _exchange_and_end(self) -> None:
-        """The same, but for the catch-up: within `join` that comes anyway."""
+    def _exchange_and_end(self) -> Round:
+        """The same, but for the catch-up: within `join` that comes anyway. Returns the round."""
         current = self.replicator.round
         assert current is not None
         try:
@@ -304,6 +303,7 @@ class FolderRounds(Rounds):
             self.run.take_back_hellos(self._number)
         if not self._is_behind:
             self._save_if_due()
+        return current
 
     def _end(self, current: Round, messages: Tensor) -> None:
         """Ends a round whose outcome is known; DriftError if these weights are not the run's."""
@@ -311,23 +311,23 @@ class FolderRounds(Rounds):
         assert isinstance(outcome, FolderOutcome)
         run, is_listed = self.run, outcome.row is not None
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            match outcome.moved_by:
-                case "messages":  # none if too few had sent
+            match outcome.ended:
+                case "applied":  # none if too few had sent
                     try:
                         replicator.apply(messages)
                     except DriftError:  # what was sent has left the momentum
                         run.unsent, run.in_error = run.unsent_after(current, is_listed)
                         raise
                     self._is_behind = not is_listed  # later rounds may be decided already
-                case "checkpoint":
+                case "covered":
                     replicator.mark_applied()
                     self._is_behind = True
-                case "resync":  # which the user calls, and which follows the run by itself
+                case "drifted":  # `resync`, which the user calls, follows the run by itself
                     replicator.mark_applied()
                     self._is_behind = False
             run.unsent, run.in_error = run.unsent_after(current, is_listed)
             run.note_outcome(outcome)
-        if outcome.moved_by == "resync":
+        if outcome.ended == "drifted":
             told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
             remedy = "Call resync(), which takes the run's newest weights"
             raise DriftError(outcome.manifest.round, [], told, remedy)
@@ -487,7 +487,7 @@ class FolderRounds(Rounds):
         current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
         if current is not None and current.in_momentum and current.message is not None:
-            message, in_message = envelope_of(current.attached, current.message), current.attached.sequences
+            message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
         elif current is not None:
             unsent, _ = run.unsent_after(current)
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
