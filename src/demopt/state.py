@@ -448,7 +448,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         2
     """
     check_count("world_size", world_size)
-    if not states:
+    if not (isinstance(states, Sequence) and states):
         raise ValueError("there are no states; give those of all ranks, in the order of the ranks")
     if not all(isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys() for each in states):
         raise ValueError("states has something that is no optimizer's state; give each rank's result of state_dict()")

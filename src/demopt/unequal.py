@@ -29,8 +29,9 @@ def fit_batches(
     """
     if not (isinstance(speeds, Mapping) and speeds):
         raise ValueError(f"speeds is {speeds}; give each worker's sequences per second, 0 where it is not known")
-    speeds = {worker: check_number(f"sequences per second of {worker}", speed) for worker, speed in speeds.items()}
-    check_count("total", total)
+    speeds = {w: check_number(f"sequences per second of {w}", speed, high=1e300) for w, speed in speeds.items()}
+    check_count("total", total, high=(1 << 32) - 1)
+    check_number("tolerance", tolerance)
     if not isinstance(before, Mapping | None):
         raise TypeError(f"before is {before!r}; give a mapping of workers to batches")
     before = {
@@ -39,9 +40,10 @@ def fit_batches(
     known = [speed for speed in speeds.values() if speed]
     mean = sum(known) / len(known) if known else 1.0
     filled = {worker: speed or mean for worker, speed in speeds.items()}
-    found = dict.fromkeys(filled, 1)
-    for _ in range(total - len(filled)):  # the next sequence goes where it is done first
-        quickest = min(filled, key=lambda worker: ((found[worker] + 1) / filled[worker], worker))
+    beyond_one, whole = total - len(filled), sum(filled.values())
+    found = {worker: max(1, int(beyond_one * (speed / whole))) for worker, speed in filled.items()}
+    for _ in range(total - sum(found.values())):  # of what is left, the next sequence goes where it is done first
+        quickest = min(filled, key=lambda w: ((found[w] + 1) / filled[w], type(w).__name__, w))
         found[quickest] += 1
     if before and before.keys() == found.keys() and sum(before.values()) == sum(found.values()):
         slowest, best = (max(batches[each] / filled[each] for each in filled) for batches in (before, found))

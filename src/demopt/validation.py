@@ -22,7 +22,7 @@ def check_number(
     `open_low` excludes the lower end, `closed_high` includes the upper one. A tensor with one element is a number.
     """
     try:
-        if isinstance(value, str):  # float() would parse it
+        if isinstance(value, str | bytes | bytearray | bool):  # float() would take it
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
@@ -68,7 +68,7 @@ def check_rank(name: str, value: Any, world_size: int) -> None:
 def check_choice(name: str, value: Any, known: Iterable[str]) -> Any:
     """Returns the value; ValueError unless it is one of the known names."""
     known = tuple(known)
-    if value not in known:
+    if not (isinstance(value, str) and value in known):
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}{suggestion(value, known)}")
     return value
 

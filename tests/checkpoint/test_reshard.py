@@ -95,7 +95,7 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks():
         ([whole, {**other, "state": later}], 3, "rank 0 and rank 1 are of different models or steps"),
         ([other, whole], 1, "was saved by rank 1; give the states of all ranks in the order"),
         ([whole], 3, r"1 states came, and states\[0\] was saved by one of 2 ranks"),
-        ([], 1, "there are no states"),
+        *((none, 1, "there are no states") for none in ([], torch.zeros(2), None, 3)),
         ([{"model": {}, "optimizer": whole}], 1, "something that is no optimizer's state"),
         ([whole, 3], 1, "something that is no optimizer's state"),
         ([{**whole, "state": [1]}], 1, "the states are damaged"),

@@ -173,6 +173,15 @@ def test_hierarchical_names_unlike_ranks_of_a_node(rank, other, said):
         problems.train(optimizer, range(1), rank)
 
 
+def test_threads_and_nodes_refuse_what_is_no_number_of_ranks_and_no_exchange():
+    for many in ("2", None, 1.5, 0, 2**70):
+        with pytest.raises((TypeError, ValueError), match=f"world_size is {many!r}; "):
+            Threads(many)
+    for name in ("inter_node", "intra_node"):
+        with pytest.raises(TypeError, match=f"{name} is None; give an Exchange"):
+            Hierarchical(**{"inter_node": SingleRank(), "intra_node": SingleRank(), name: None})
+
+
 def test_nodes_in_the_background_are_refused_at_construction():
     nodes, inner = Hierarchical(SingleRank(), SingleRank()), torch.optim.SGD(problems.parameters([(3,)]), lr=0.1)
     with pytest.raises(ValueError, match="nodes cannot exchange in the background yet"):

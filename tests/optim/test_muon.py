@@ -1,5 +1,7 @@
 """The parameters that Muon gets; `muon_adamw`, and its Muon: torch's, but for precision, and batches of matrices."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -73,6 +75,24 @@ def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split(
     for call in (lambda given: splits[-1](given, lr=0.1), demopt.unsync, demopt.broadcast_buffers):
         with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected"):
             call([*nn.LayerNorm(8).parameters()])
+
+
+@NEEDS_MUON
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        *(
+            ({"betas": betas}, "betas is .*; give two numbers")
+            for betas in (0.9, (), {}, (0.9,), torch.tensor(0.5), "ab")
+        ),
+        *(({"betas": betas}, r"betas\[1\] is ") for betas in ((0.9, None), (0.9, 1.0), [0.9, math.nan])),
+        *(({"weight_decay": w}, "weight_decay is ") for w in (None, "1", -1, math.inf, 10**400, torch.zeros(2), True)),
+        *(({"others": others}, "got a .* where a torch") for others in (torch.tensor(2), None, 3)),
+    ],
+)
+def test_muon_adamw_refuses_impossible_settings_by_name(wrong, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        demopt.muon_adamw(nn.Linear(2, 3), 0.1, **wrong)
 
 
 def _steps(optimizer, numbers):

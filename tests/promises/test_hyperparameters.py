@@ -1,6 +1,7 @@
 """Hyper-parameters: unknown and impossible ones are refused by name; changes in param_groups and schedules work."""
 
 import copy
+from dataclasses import fields
 from fractions import Fraction
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import demopt
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import Codec
+from demopt.codec.hyperparameters import NAMES, Codec
 
 
 @pytest.mark.parametrize(
@@ -146,8 +147,8 @@ def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group()
 BAD = [
     ("lr", -0.1, r"-0\.1"),
     ("lr", float("nan"), "nan"),
-    ("lr", torch.ones(2), "give a number"),
-    ("momentum_decay", 1.0, r"1\.0"),
+    *(("lr", value, "give a number") for value in (torch.ones(2), True, b"1")),
+    *(("momentum_decay", value, rf"is {value}; it must lie in \[0, 1\)$") for value in (1.0, 1.5, -1.0)),
     ("alpha", 0.0, r"0\.0"),
     ("alpha", Fraction(10**400), "must lie in"),
     ("weight_decay", -1.0, r"-1\.0"),
@@ -186,6 +187,29 @@ def test_impossible_value_is_refused_by_name(makes, name, value, says):
         assert caught.match(says)
 
 
+def _changed(**settings):
+    optimizer = _demo()
+    optimizer.param_groups[0].update(settings)
+    optimizer.step()
+
+
+def test_arrays_are_refused_as_settings_by_name():
+    numpy = pytest.importorskip("numpy")
+    arrays = torch.tensor([1, 2]), torch.tensor(1, device="meta"), numpy.array([1, 2]), numpy.array(["sign", "2-bit"])
+    of_codec = [entry.name for entry in fields(Codec)]
+    for array in arrays:
+        cases = [(make, name) for make in (_demo, _group, _added, _changed) for name in NAMES]
+        for make, name in [*cases, *((_local, name) for name in (*of_codec, "top_k", "delay", "route"))]:
+            with pytest.raises((TypeError, ValueError), match=f"{name} is "):
+                make(**{name: array})
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), torch.nn.Sequential(), None, 3])
+def test_demo_says_that_it_wants_parameters_where_a_model_came(given):
+    with pytest.raises(TypeError, match=rf"params is a {type(given).__name__}; give parameters, such as model\.param"):
+        DeMo(given)
+
+
 @pytest.mark.parametrize(
     ("method", "value", "says"),
     [
@@ -203,7 +227,7 @@ def test_impossible_value_is_refused_by_name(makes, name, value, says):
     ],
 )
 def test_methods_refuse_an_argument_of_another_type_by_name(method, value, says):
-    for make in (_demo, _local) if method != "add_param_group" else (_demo,):
+    for make in (_demo, _local):
         optimizer = make()
         if method == "apply":
             optimizer.extract()

@@ -307,6 +307,19 @@ def test_fitted_batches_ignore_noise_and_follow_drift(speeds, total, noise):
     assert max(again[w] / drifted[w] for w in again) <= 1.1 * max(best[w] / drifted[w] for w in best)
 
 
+def test_fitted_batches_of_a_huge_total_come_at_once_and_workers_may_be_named_by_numbers():
+    assert fit_batches({"a": 1.0, 2: 3.0}, 1 << 31) == {"a": 1 << 29, 2: 3 << 29}
+    assert fit_batches({"b": 5.0, 3: 5.0, "a": 5.0}, 7) == {"b": 2, 3: 3, "a": 2}
+    with pytest.raises(ValueError, match="total is 4294967296; it must be at most 4294967295"):
+        fit_batches({"a": 1.0}, 1 << 32)
+
+
+@pytest.mark.parametrize("tolerance", [None, ".1", -1, float("nan"), float("inf"), torch.zeros(2)])
+def test_fitted_batches_refuse_an_impossible_tolerance(tolerance):
+    with pytest.raises((TypeError, ValueError), match="tolerance is "):
+        fit_batches({"a": 1.0}, 4, {"a": 4}, tolerance)
+
+
 def test_fitted_batches_take_an_unmeasured_worker_for_the_mean():
     assert fit_batches({"a": 10.0, "b": 30.0, "new": 0.0}, 12) == {"a": 2, "b": 6, "new": 4}
 

@@ -96,6 +96,12 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
     return all(float(each) < _LIMIT for each in largest)
 
 
+def check_group(group: Any) -> None:
+    """Raises TypeError unless it has the form of a parameter group."""
+    if not (isinstance(group, dict) and "params" in group):
+        raise TypeError(f"param_group is {group!r}; give a dict with params")
+
+
 def check_parameters(parameters: Collection[Tensor]) -> None:
     """Raises TypeError unless all are dense, and what trains real floats; ValueError if one is lazy, expanded or twice.
 

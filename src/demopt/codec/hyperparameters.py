@@ -83,16 +83,13 @@ def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
     return replace(codec, **given)
 
 
-_up_to_one = partial(check_number, high=1.0, closed_high=True)
-
-
 @dataclass(frozen=True)
 class Hyperparameters:
     """The checked hyper-parameters of one parameter group, each with its check; `DeMo` describes them."""
 
     lr: Annotated[float, check_number]
-    momentum_decay: Annotated[float, _up_to_one]  # 1: of LocalDeMo's error alone
-    alpha: Annotated[float, partial(_up_to_one, open_low=True)]
+    momentum_decay: Annotated[float, lambda _, value: value]  # `of` checks it: only LocalDeMo's error may have 1
+    alpha: Annotated[float, partial(check_number, high=1.0, open_low=True, closed_high=True)]
     weight_decay: Annotated[float, check_number]
     top_k: Annotated[int | None, lambda name, value: None if value is None else check_count(name, value)]
     chunk: Annotated[int, check_count]
@@ -110,10 +107,10 @@ class Hyperparameters:
     def of(group: Mapping[str, Any]) -> "Hyperparameters":
         """Reads a parameter group; ValueError or TypeError if a value is not allowed."""
         found = {name: _CHECKS[name](name, value) for name, value in group.items() if name in NAMES}
+        decay, is_error = group.get("momentum_decay"), found.get("gradient_scale") == "sum"
+        found["momentum_decay"] = check_number("momentum_decay", decay, high=1.0, closed_high=is_error)
         made = Hyperparameters(**found)
         top_k, chunk, values = made.top_k, made.chunk, made.values
-        if made.momentum_decay == 1 and not made.momentum_is_error:
-            raise ValueError("momentum_decay is 1.0; it must lie in [0, 1)")
         if top_k is None and values != "sign":
             raise ValueError(f"top_k=None sends the signs of all coefficients; values is {values!r}")
         if top_k is not None and top_k > chunk * chunk:

@@ -23,6 +23,9 @@ class Hierarchical(Exchange):
     """
 
     def __init__(self, inter_node: Exchange, intra_node: Exchange) -> None:
+        for name, given in (("inter_node", inter_node), ("intra_node", intra_node)):
+            if not isinstance(given, Exchange):
+                raise TypeError(f"{name} is {given!r}; give an Exchange")
         self.inter_node = inter_node
         self.intra_node: Exchange = intra_node
         self.rank = inter_node.rank

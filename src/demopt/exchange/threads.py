@@ -13,6 +13,7 @@ from torch import Tensor
 
 from demopt.errors import ExchangeError
 from demopt.exchange.interface import Exchange
+from demopt.validation import check_count
 
 T = TypeVar("T")
 
@@ -30,8 +31,7 @@ class Threads:
     """
 
     def __init__(self, world_size: int, timeout: float | None = None) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; it takes at least one rank")
+        world_size = check_count("world_size", world_size, high=65535)
         self.exchanges: list[Exchange] = [_Thread(rank, world_size, self) for rank in range(world_size)]
         self._timeout = timeout
         self._brought: list[Tensor | None] = [None] * world_size

@@ -1,14 +1,14 @@
 """DeMo, Decoupled Momentum Optimization (Peng, Quesnelle, Kingma, arXiv 2411.19870)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 from torch.optim.optimizer import ParamsT
 
-from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
+from demopt.codec.gradients import check_group, check_matrices, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters, check_names, codec_of, plain
 from demopt.core.rules import Rule
 from demopt.interrupts import uninterrupted
@@ -100,6 +100,8 @@ class DeMo(ReplicatedOptimizer):
         **of_codec: Any,
     ) -> None:
         codec = codec_of(DeMo, of_codec, codec)
+        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+            raise TypeError(f"params is a {type(params).__name__}; give parameters, such as model.parameters()")
         defaults = {
             "lr": lr, "momentum_decay": momentum_decay, "alpha": alpha, "top_k": top_k, "update": update,
             "weight_decay": weight_decay, "gradient_scale": gradient_scale, "chunking": chunking, "maximize": maximize,
@@ -194,8 +196,7 @@ class DeMo(ReplicatedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
-        if not (isinstance(param_group, dict) and "params" in param_group):
-            raise TypeError(f"param_group is {param_group!r}; give a dict with params")
+        check_group(param_group)
         if isinstance(codec := param_group.get("codec"), Codec):
             rest = {name: value for name, value in param_group.items() if name != "codec"}
             param_group = {**codec.hyperparameters(), **rest}

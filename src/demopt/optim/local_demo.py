@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
+from demopt.codec.gradients import check_group, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import Codec, Hyperparameters, codec_of, without_numpy
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORM_NUMBERS
@@ -120,7 +120,7 @@ class LocalDeMo(ReplicatedOptimizer):
             error_decay = 0.9 if top_k is None else 0.5
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)
-        if delay not in (0, 1):
+        if (delay := check_count("delay", delay, low=0)) > 1:
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
         check_number("outer_momentum", outer_momentum, high=1.0)
         in_folder = isinstance(process_group, VaryingExchange) and route != "owner"
@@ -601,6 +601,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if not hasattr(self, "replicator"):
             return  # from the constructor: the inner optimizer's own group
         self._before_change("add_param_group")
+        check_group(param_group)
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
         self._refuse_new()

@@ -58,9 +58,10 @@ def muon_groups(
     return [*groups, {"params": rest, "update": others_update, "lr": _ADAMW_SHARE * lr}] if rest else groups
 
 
-def _split_matrices(model: nn.Module, others: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _split_matrices(model: nn.Module, others: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`."""
-    others = [others] if isinstance(others, nn.Module) else [*others]
+    is_one = isinstance(others, nn.Module | torch.Tensor) or not isinstance(others, Iterable)
+    others = [others] if is_one else [*others]
     for module in (model, *others):
         check_model(module)
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -110,6 +111,10 @@ def muon_adamw(
         raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
     check_number("lr", lr)
     check_number("momentum", momentum, high=1.0)
+    weight_decay = check_number("weight_decay", weight_decay)
+    if not (isinstance(betas, tuple | list) and len(betas) == 2):
+        raise TypeError(f"betas is {betas!r}; give two numbers")
+    betas = check_number("betas[0]", betas[0], high=1.0), check_number("betas[1]", betas[1], high=1.0)
     matrices, rest = _split_matrices(model, others)
     remember(model, "muon_adamw")
     found: list[torch.optim.Optimizer] = []

@@ -78,7 +78,7 @@ class Inputs:
         values = []
         for group in groups:
             found = [group.get(name) for name in NAMES]
-            values.append(tuple([value.item() if isinstance(value, Tensor) else value for value in found]))
+            values.append(tuple([_comparable(value) if hasattr(value, "item") else value for value in found]))
         parameters = [
             SeenParameter(number, id(p), p.dtype, p.device, p.requires_grad, p.shape)
             for number, group in enumerate(groups)
@@ -91,6 +91,14 @@ class Inputs:
         """These inputs with only what decides the layout of messages, or which state there is."""
         values = [tuple(of_group[NAMES.index(name)] for name in LAYOUT) for of_group in self.values]
         return replace(self, options=Options(self.options.route, kernels=self.options.kernels), values=values)
+
+
+def _comparable(value: Any) -> Any:
+    """Returns the number in a value of torch or numpy; the text of one without, which `Hyperparameters` refuses."""
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):  # several elements, or on the meta device
+        return repr(value)
 
 
 @dataclass(frozen=True)
