@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -254,6 +254,38 @@ def test_round_that_an_interrupt_has_left_is_applied_once_and_never_after_loadin
         assert int(inner.replicator.round_number) == 1
         found.append((inner.fingerprint(), problems.bits(inner.param_groups[0]["params"])))
     assert found[0] == found[1]
+
+
+def test_state_saved_after_an_interrupted_round_has_its_local_steps_once():
+    pytest.importorskip("torchft")
+    weights = []
+    for is_saved in (False, True):
+        optimizer = _alone()
+        optimizer._quorum.form.side_effect = [KeyboardInterrupt, *[None] * 9]
+        for n in range(3):
+            problems.set_gradients(problems.all_parameters(optimizer.inner), n)
+            with suppress(KeyboardInterrupt):
+                optimizer.step()
+            if optimizer._detached is not None and is_saved:
+                with optimizer.inner.shared():
+                    found = copy.deepcopy(optimizer.state_dict())
+                optimizer = _alone()
+                optimizer.load_state_dict(found)
+        optimizer.finish_round()
+        weights.append(problems.values(optimizer.inner))
+    for pair in zip(*weights, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def _alone():
+    """A worker that has met, with no others; the exact settings send all of it."""
+    exactly = {"transform": "identity", "top_k": 4096, "values": "float64"}
+    sgd = torch.optim.SGD(problems.parameters([(4, 4)], torch.float64), lr=0.1)
+    inner = demopt.LocalDeMo(sgd, sync_every=2, **exactly)
+    optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 0), inner)
+    optimizer._new, optimizer._quorum = False, Mock(met=True)
+    optimizer._quorum.exchange.return_value = SingleRank()
+    return optimizer
 
 
 def test_messages_applied_after_a_checkpoint_do_not_count_once_it_is_loaded():

@@ -565,6 +565,18 @@ def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch):
     assert problems.same(*ends)
 
 
+def test_needless_flush_changes_no_bit_of_a_resumed_run_either():
+    parameters, resumed = problems.parameters([(64, 64)]), problems.parameters([(64, 64)])
+    optimizer = problems.optimizer_of("LocalDeMo", parameters, sync_every=5)
+    problems.train(optimizer, range(6))
+    again = problems.optimizer_of("LocalDeMo", resumed, sync_every=5)
+    again.load_state_dict(copy.deepcopy(optimizer.own_state_dict()))
+    for each in (optimizer, again):
+        problems.train(each, range(6, 8))
+        each.flush()
+    assert problems.same(parameters, resumed)
+
+
 def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_the_next_one_goes_on(monkeypatch):
     monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: False)
     run = FolderExchange(ObjectStore(), late=0.0)

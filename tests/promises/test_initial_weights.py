@@ -67,6 +67,23 @@ def test_warning_that_is_an_error_is_one_on_all_ranks_which_may_then_go_on_alike
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
+@pytest.mark.parametrize("by", ["step", "local_step and finish_round", "messages"])
+@ranks.alike(2)
+def test_initial_frozen_weights_of_local_demo_are_those_of_rank_0_however_it_steps(exchange, by):
+    parameters = problems.parameters(problems.FEW)
+    parameters[2].requires_grad_(False).fill_(float(exchange.rank))
+    optimizer = problems.optimizer_of("LocalDeMo", parameters, process_group=exchange, sync_every=1)
+    problems.set_gradients(parameters[:2], exchange.rank)
+    if by == "step":
+        optimizer.step()
+    elif optimizer.local_step() is None and by == "messages":
+        optimizer.apply(optimizer.exchange(optimizer.extract()))
+    else:
+        optimizer.finish_round()
+    return problems.bits(parameters)
+
+
+@pytest.mark.filterwarnings("ignore:initial parameters")
 @ranks.alike(2)
 def test_added_parameters_with_other_values_become_those_of_rank_0(exchange):
     optimizer = problems.demo(exchange)

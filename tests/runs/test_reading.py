@@ -1,5 +1,6 @@
 """Which sequences a run reads: each exactly once per epoch, whoever comes, leaves, is late or dies."""
 
+import copy
 import random
 import threading
 from collections import Counter
@@ -115,6 +116,46 @@ def test_sampler_gives_out_again_what_local_steps_that_resync_drops_have_read():
             worker.optimizer.resync()
     assert given[14:20] == given[8:14]
     assert sorted(given[:8] + given[14:]) == [*range(24)]
+
+
+def test_message_of_a_sampler_weighs_as_its_unsent_sequences_also_after_a_break_of_the_loop():
+    worker, weights = Worker(ObjectStore(), 0, sync_every=4, top_k=None), []
+    sampler = demopt.RunSampler(worker.optimizer, 64, batch=4)
+    while not worker.run.is_over:
+        for _ in islice(sampler, 3):
+            worker.step()
+            weights += [each.samples for each in worker.run.decided.senders] * (worker.optimizer.local_steps == 0)
+    assert weights == [16] * 4
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_message_of_a_sampler_that_brings_what_a_left_out_one_had_weighs_as_much(delay):
+    store = ObjectStore()
+    late, other = (Worker(store, n, sync_every=2, top_k=None, delay=delay).join() for n in range(2))
+    late.run.note = lambda: {"sequences": late.run.unsent}
+    batches = iter(demopt.RunSampler(late.optimizer, 80, batch=2))
+    other.run.total, sent = 80, []
+    while len(sent) < 3:
+        other.round(2 if len(sent) == 1 else 0)  # it decides rounds alone
+        next(batches)
+        late.step()
+        if late.run.row is not None and late.run.last.manifest.round not in [number for number, *_ in sent]:
+            sender = late.run.last.manifest.senders[late.run.row]
+            sent.append((late.run.last.manifest.round, sender.samples, sender.note["sequences"]))
+    assert [samples for _, samples, _ in sent] == [max(1, sequences) for *_, sequences in sent]
+
+
+def test_sampler_goes_on_after_a_state_is_loaded_in_its_loop():
+    worker, read, state = Worker(ObjectStore(), 0), Counter[int](), None
+    for number, batch in enumerate(demopt.RunSampler(worker.optimizer, 40, batch=2)):
+        worker.step()
+        read.update(batch)
+        if number == 7:
+            state = copy.deepcopy(worker.optimizer.state_dict())
+        elif number == 11:
+            worker.optimizer.load_state_dict(state)
+    assert {*read} == {*range(40)}
+    assert worker.run.all_read
 
 
 @pytest.mark.parametrize("in_error", [0, 2])

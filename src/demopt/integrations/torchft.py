@@ -131,8 +131,10 @@ class Optimizer(torch.optim.Optimizer):
         return len(self._names)
 
     def _extract(self) -> None:
-        self.inner.extract()
-        self._detached, self._since = self.inner.replicator.detach_round(), self._manager.current_step()
+        since = self._manager.current_step()
+        with uninterrupted():
+            self.inner.extract()
+            self._detached, self._since = self.inner.replicator.detach_round(), since
 
     def _round(self) -> None:
         """Repeats a round until it is applied, or, if nobody has a message because all have just come, until they met.
@@ -260,7 +262,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of the inner optimizer, without a rank; save `manager.state_dict()` with it."""
-        return unmarked(self.inner.state_dict())
+        found = unmarked(self.inner.state_dict())
+        if self._detached is not None and self._detached.in_momentum:
+            for entry in found["state"].values():
+                if "local" in entry:  # the error has D of an interrupted round: local steps count from here
+                    entry |= {"start": entry["local"].clone(), "local_steps": torch.zeros_like(entry["local_steps"])}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)

@@ -239,6 +239,8 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         self._before_change("finish_round")
         self._let_begin()
+        if self._rounds.in_step:  # in a folder the round itself joins
+            self._join()
         self._round()
         if last:
             sent, in_flight = self.stats, self.replicator.in_flight
@@ -256,6 +258,12 @@ class LocalDeMo(ReplicatedOptimizer):
         message = self._extract(by_user=True).message
         assert message is not None
         return message
+
+    @unrecorded
+    def exchange(self, message: Tensor) -> Tensor:
+        if self.replicator.round is not None:
+            self._join()
+        return super().exchange(message)
 
     @unrecorded
     def apply(self, messages: Tensor) -> None:
@@ -359,7 +367,10 @@ class LocalDeMo(ReplicatedOptimizer):
         compared = weights.here(frozen)
         self.mistakes.look_at_loaded()
         hashed = None if self._rounds.in_step else fingerprint(compared)
+        had_start = bool(weights.start_of)
         has_taken = self._rounds.join(hashed)  # a run's weights may replace the global ones; local weights then follow
+        if not (had_start or replicator.is_open):  # it was held for others' moves, and none came
+            weights.start_of = {}
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
         try:

@@ -134,6 +134,7 @@ class FolderExchange(VaryingExchange):
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer, or `RunSampler`, adds what it trains on
         self.in_error = 0  # those of a message that is not listed
+        self.weighs = False  # whether `unsent` is this worker's weight in a round: LocalDeMo's `samples`
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40]
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The place of this worker's weights in the run, which `move_to` sets:

@@ -54,21 +54,20 @@ class RunSampler:
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
         self.run.total = self.sequences * check_count("epochs", epochs)
+        self.run.weighs = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
 
     def __iter__(self) -> Iterator[list[int]]:
         optimizer, run = self.optimizer, self.run
         ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
         run.wanted = self.batch * optimizer.sync_every * ahead
         optimizer.join()
-        read = len(run.numbers_read)  # in the local steps of a state
         while not (run.is_over or run.leaving):
             numbers = run.take(self.batch)
-            read = len(numbers) + (read if optimizer.local_steps else 0)
-            if optimizer._settings["top_k"] is None:  # samples weigh signs of all coefficients
-                optimizer.samples = max(1, read)
             if numbers:
                 run.unsent += len(numbers)
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
+                if not run.joined:  # a state was loaded meanwhile
+                    optimizer.join()
             elif optimizer.replicator.in_flight:
                 optimizer.flush()
             else:

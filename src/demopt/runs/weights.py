@@ -274,6 +274,8 @@ class FolderRounds(Rounds):
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
+        if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
+            self.replicator.samples = min(max(1, self.run.unsent), (1 << 32) - 1)
         return self.run.is_over and not was_over  # a trainer may go on after the end
 
     def exchange_and_apply(self) -> bool:

@@ -162,6 +162,7 @@ class Worker(Training):
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         run.note = self._note
+        run.weighs = config.top_k is None  # a small machine counts as that
         self._loss = math.nan  # of the step that ends the round
         self.drawn = 0  # windows of this worker's stream
         self._step_sequences = 0  # of that step
@@ -320,8 +321,6 @@ class Worker(Training):
             # last steps: this worker has taken them, and with them it completes the run.
             if self.run.is_complete or (self.run.stopping and not self._has_drawn_last):
                 return self.optimizer.stats
-        if self.config.top_k is None:
-            self.optimizer.samples = min(max(1, self.run.unsent), (1 << 32) - 1)  # a small machine counts as that
         self.optimizer.finish_round(last=self.run.leaving)
         self._hear(loss)
         return self.optimizer.stats
