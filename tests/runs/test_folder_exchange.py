@@ -6,6 +6,8 @@ import math
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -445,6 +447,23 @@ def test_moments_that_cannot_be_read_are_told_and_gradients_of_other_weights_dro
     assert all(parameter.grad is None for parameter in joiner.model.parameters())
 
 
+def test_checkpoint_whose_put_was_done_without_an_answer_has_its_moments_too():
+    bare, unanswered = ObjectStore(), []
+
+    class NoAnswer(stores.Through):
+        def put_if_absent(self, name, data):
+            put = super().put_if_absent(name, data)
+            if name == "checkpoints/00000001" and not unanswered:
+                unanswered.append(name)
+                raise StoreError("no answer")
+            return put
+
+    worker = Worker(NoAnswer(bare), 0, checkpoint_every=1, inner=adamw)
+    worker.run._patient.patience = 600.0
+    worker.round()
+    assert (unanswered, bare.list("moments")) == (["checkpoints/00000001"], {"00000001"})
+
+
 def test_moments_that_are_whole_numbers_or_empty_are_lent_as_they_are(store):
     worker = Worker(store, 0).round()
     rounds = worker.optimizer._rounds
@@ -806,6 +825,36 @@ def test_checkpoints_do_not_queue_behind_a_slow_upload_and_a_wait_for_it_is_told
     assert ["left out" in said for said in worker.said] == [True, False]
     worker.round()
     assert log.checkpoints(store) == [0, 1, 13]
+
+
+def test_process_waits_at_its_end_for_an_upload_and_for_no_request():
+    bare, waited = ObjectStore(), set()
+    store = stores.Through(bare, lambda _: waited.add(not threading.current_thread().daemon))
+    Worker(store, 0, checkpoint_every=1).round(2)
+    assert waited == {False}
+    script = """
+import time, torch
+from demopt import FolderExchange, LocalDeMo
+from demopt.runs.store import ObjectStore
+
+class Slow(ObjectStore):
+    def put_if_absent(self, name, data):
+        time.sleep(0.3 if name == "checkpoints/00000001" else 0.0)
+        put = super().put_if_absent(name, data)
+        print(name)
+        return put
+
+p = torch.nn.Parameter(torch.ones(4, 4))
+run = FolderExchange(Slow(), checkpoint_every=1)
+optimizer = LocalDeMo(torch.optim.SGD([p], lr=0.1), sync_every=1, process_group=run)
+p.grad = torch.ones(4, 4)
+optimizer.step()
+print("end")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    said = done.stdout.split()
+    assert said.index("end") < said.index("checkpoints/00000001")
+    assert done.stderr == ""
 
 
 def test_error_of_an_upload_that_is_no_stores_is_raised_also_after_later_uploads():

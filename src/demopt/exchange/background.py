@@ -65,6 +65,22 @@ class Background:
         return future
 
 
+class Daemons:
+    """Daemon threads for calls, at most `most` at a time, which no process waits for at its end."""
+
+    def __init__(self, most: int) -> None:
+        self._free = threading.BoundedSemaphore(most)
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Returns a future of `call`'s result or error."""
+
+        def run() -> T:
+            with self._free:
+                return call()
+
+        return in_thread(run)
+
+
 def in_thread(call: Callable[[], T]) -> "Future[T]":
     """Returns a future of a call in a daemon thread of its own, which no process waits for at its end."""
     future: Future[T] = Future()

@@ -52,11 +52,11 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     def write() -> None:
         log.put_record(run.store, run.record)  # if somebody has deleted it: without it no worker can join
         name = log.checkpoint_name(run.record, number)
-        if run.store.put_if_absent(name, data):
-            if moments:
-                run.store.put_if_absent(log.moments_name(number), lent)
-        elif run.store.get(name, len(data)) not in (data, None):  # None: there are newer ones
+        there = run.store.put_if_absent(name, data) or run.store.get(name, len(data))
+        if there not in (True, data, None):  # None: there are newer ones
             raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
+        if moments and there:
+            run.store.put_if_absent(log.moments_name(number), lent)
         if number % run.record.checkpoint_every == 0:
             _delete_old(run, number)
 

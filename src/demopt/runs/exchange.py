@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
@@ -9,8 +10,9 @@ import os
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
+from demopt.exchange.background import Background, Daemons
 from demopt.replicator.rounds import Moments, VaryingExchange, check_message, join_results
 from demopt.replicator.route import Result
 from demopt.replicator.wiring import Wiring
@@ -158,9 +161,8 @@ class FolderExchange(VaryingExchange):
         self.wish = StopWish(self.store, self.say_once)
         self.cleared = 0  # `checkpoints._delete_old` has deleted what is before this round, or may not
         self._upload: Future[None] | None = None  # the newest; they come one after the other
-        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="demopt-upload")
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
-        self._process = 0  # that has the pool's threads: the one that made the first requests
+        self._uploads, self._pool = Background(), Daemons(_AT_ONCE)
+        self._process = 0  # that has their threads: the one that made the first requests
 
     @property
     def worker(self) -> str:
@@ -552,6 +554,8 @@ class FolderExchange(VaryingExchange):
     def later(self, call: Callable[[], None]) -> None:
         """Uploads in the background, such as a checkpoint, one after the other; an error is reported."""
         earlier = self._upload
+        if earlier is None:
+            atexit.register(_wait_for_uploads, weakref.ref(self))
 
         def run() -> None:
             try:
@@ -591,6 +595,12 @@ class FolderExchange(VaryingExchange):
             f"workers follow different manifests; {self.store.address} may be one of several copies that a program "
             "keeps alike (Syncthing, Dropbox): a run needs one folder for all"
         )
+
+
+def _wait_for_uploads(run: weakref.ref[FolderExchange]) -> None:
+    """At exit, where Ctrl-C ends the wait: the process waits for no thread of a run."""
+    if (exchange := run()) is not None and exchange._process == os.getpid():  # not in a forked one
+        exchange.wait_for_uploads()
 
 
 def _as_json(name: str, value: Any, most: int) -> Any:
