@@ -4,6 +4,8 @@ import ctypes
 import itertools
 import math
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -212,6 +214,31 @@ def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatc
     monkeypatch.setattr(threading.Thread, "start", start_one)
     assert torch.equal(_signs_of_many_chunks(), expected)
     assert len(started) == 2
+
+
+_SMALL_STACKS = """
+import threading
+import torch
+import demopt
+from demopt.exchange import Threads
+from demopt.exchange.background import Background
+
+def train(exchange=None):
+    parameter = torch.nn.Parameter(torch.zeros(1024, 1024))
+    parameter.grad = torch.ones_like(parameter)
+    demopt.DeMo([parameter], top_k=32, process_group=exchange).step()
+
+torch.set_num_threads(2)
+threading.stack_size(1 << 16)
+train()
+Background().submit(train).result()
+Threads(1).run(train)
+assert threading.stack_size() == 1 << 16
+"""
+
+
+def test_kernels_have_room_in_threads_of_a_program_with_small_stacks():
+    subprocess.run([sys.executable, "-c", _SMALL_STACKS], check=True, timeout=120)
 
 
 def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch):

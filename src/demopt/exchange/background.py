@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from demopt.kernels.step import room_for_kernels
+
 T = TypeVar("T")
 
 
@@ -58,7 +60,8 @@ class Background:
             self._calls = queue.SimpleQueue()
             weakref.finalize(self, self._calls.put, None).atexit = False  # an exiting process ends it anyway
             thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange")
-            thread.start()
+            with room_for_kernels():
+                thread.start()
             atexit.register(_let_end, self._calls, thread)
         future: Future[T] = Future()
         self._calls.put(partial(_fulfil, future, call))

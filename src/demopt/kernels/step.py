@@ -8,8 +8,8 @@ signs (lowest bit first, 1 is negative).
 
 import ctypes
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,8 @@ from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
+_STACK = 1 << 20  # bytes, in which a kernel's buffers have room
+_STARTS = threading.Lock()  # of those who change the stack size of new threads, which a process has one of
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 
@@ -105,6 +107,18 @@ def _check_matrix(what: str, given: Tensor, matrix: Any) -> None:
         raise ValueError(f"{what} has shape {list(given.shape)}; the kernel expects a matrix of {list(expected)}")
 
 
+@contextmanager
+def room_for_kernels() -> Iterator[None]:
+    """The context in which threads start that may run kernels: `threading.stack_size` may be too small for these."""
+    with _STARTS:
+        before = threading.stack_size()
+        try:
+            threading.stack_size(max(before, _STACK) if before else 0)  # 0: the system's
+            yield
+        finally:
+            threading.stack_size(before)
+
+
 def run(name: str, job: Any, elements: int) -> None:
     """Calls the kernel in as many threads as torch uses; ends after all, also at a signal: its memory is freed then."""
     loaded = library()
@@ -112,7 +126,8 @@ def run(name: str, job: Any, elements: int) -> None:
     others = torch.get_num_threads() - 1 if elements > _ALONE else 0
     threads = [threading.Thread(target=function) for _ in range(others)]
     with uninterrupted() if threads else nullcontext():
-        with suppress(RuntimeError):  # the machine has no more threads: those that there are do the work
+        # a machine may have no more threads: those that there are do the work
+        with suppress(RuntimeError), room_for_kernels():
             for thread in threads:
                 thread.start()
         function()
