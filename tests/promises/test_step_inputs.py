@@ -276,6 +276,20 @@ def test_overflowing_finite_gradients_poison_nothing(settings, size):
     assert bool(parameter.isfinite().all())
 
 
+@pytest.mark.parametrize(
+    ("scale", "size", "skipped"), [(0.0, 1, True), (1e-45, 0, True), (1e-25, 1e10, True), (1e-25, 1, False)]
+)
+def test_gradients_that_only_unscaling_makes_too_large_leave_the_momentum(scale, size, skipped):
+    optimizer = problems.demo(shapes=[(16, 16)])
+    (parameter,) = problems.all_parameters(optimizer)
+    parameter.grad = torch.full_like(parameter, size)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+    before = problems.momenta(optimizer)
+    optimizer.step()
+    assert optimizer.stats.skipped == problems.same(problems.momenta(optimizer), before) == skipped
+    assert all(bool(each.isfinite().all()) for each in problems.momenta(optimizer))
+
+
 def _scaled(exchange, mode, bad_step):
     optimizer = problems.demo(exchange, dtype=torch.float64)
     parameters = problems.all_parameters(optimizer)

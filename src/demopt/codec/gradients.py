@@ -16,13 +16,14 @@ _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 
 
 
 def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the inverse of GradScaler's factor: NaN if a gradient is infinite, None without. Waits for the device."""
+    """Returns the inverse of GradScaler's factor, if any: NaN if it or a gradient is infinite. Waits for the device."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found is None:
         return None
     if found is not None and bool(found):
         return math.nan
-    return 1.0 if scale is None else 1.0 / float(scale)  # None: the user has called GradScaler.unscale_
+    factor = 1.0 if scale is None else 1.0 / (float(scale) or math.nan)  # None: after GradScaler.unscale_
+    return factor if abs(factor) < _LIMIT else math.nan
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
@@ -79,8 +80,9 @@ def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: S
             check_in_host_memory(which, gradient)
 
 
-def all_usable(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether no tensor holds NaN, Inf, or a number so large (1e30) that its transform could overflow."""
+def all_usable(tensors: Iterable[Tensor | None], factor: float = 1.0) -> bool:
+    """Whether no tensor holds NaN, Inf, or a number so large (1e30, also times `factor`) that sums could overflow."""
+    limit = _LIMIT / max(1.0, abs(factor))
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor is None or not tensor.numel():
@@ -89,11 +91,11 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
             continue
         low, high = torch.aminmax(tensor.detach())  # a tenth of a norm's time on a CPU; NaN if an element is
-        if not (float(low) > -_LIMIT and float(high) < _LIMIT):
+        if not (float(low) > -limit and float(high) < limit):
             return False
     # the largest magnitude is NaN or too large exactly if some element is; one pass, and one wait per device and dtype
     largest = (torch.stack(torch._foreach_norm(alike, math.inf)).max() for alike in by_kind.values())
-    return all(float(each) < _LIMIT for each in largest)
+    return all(float(each) < limit for each in largest)
 
 
 def check_group(group: Any) -> None:

@@ -267,7 +267,7 @@ class Replicator:
             self.session.note_gradients(gradients)
         # of differences, only `minus`, the local weights: from a start that is not finite, they are not finite either
         current.local_weights = minus
-        usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
+        usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus, factor)
         if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
             usable = true_in_all(wiring.shard_groups, usable)
         if not usable:  # checked before the momentum takes a gradient, so it stays finite
