@@ -256,6 +256,30 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
     threads.close()
 
 
+@pytest.mark.parametrize("timeout", [None, 100.0])
+def test_whoever_waits_for_threads_that_are_closed_gives_up(timeout):
+    threads, waits = Threads(2, timeout), threading.Event()
+
+    def work(exchange):
+        if exchange.rank == 1:
+            waits.wait()
+            return
+        with pytest.raises(ExchangeError, match="another rank gave up"):
+            exchange.all_gather(torch.zeros(3, dtype=torch.uint8))
+
+    running = threading.Thread(target=threads.run, args=(work,))
+    running.start()
+    while not threads._barrier.n_waiting:
+        time.sleep(0.01)
+    closing = threading.Thread(target=threads.close)
+    closing.start()
+    while not threads._barrier.broken:
+        time.sleep(0.01)
+    waits.set()
+    for each in (running, closing):
+        each.join()
+
+
 @ranks.each(3)
 def test_collective_timeout_names_step_and_rank(rank):
     exchange = Collective(dist.group.WORLD, timeout=3.0)

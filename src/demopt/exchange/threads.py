@@ -13,6 +13,7 @@ from torch import Tensor
 
 from demopt.errors import ExchangeError
 from demopt.exchange.interface import Exchange
+from demopt.kernels.step import room_for_kernels
 from demopt.validation import check_count
 
 T = TypeVar("T")
@@ -40,12 +41,14 @@ class Threads:
         self._barrier = threading.Barrier(world_size, action=self._combine)
         self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")  # its threads start in `run`
         self._errors: list[BaseException] = []
+        self._aborted = False  # waits end because a rank or the caller gave up, not at the timeout
         self._twins: list[Threads] = []  # that `duplicate` made, of which the last may not be all ranks' yet
 
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
         """Runs `work` on every rank, each in its thread; raises the first error after all threads have finished."""
         try:
-            futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
+            with room_for_kernels():
+                futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
         except BaseException:  # an interrupt: those that have begun would wait for those that have not
             self._abort()
             raise
@@ -57,6 +60,7 @@ class Threads:
             for each in (self, *self._twins):
                 each._brought = [None] * len(each._brought)
                 each._barrier.reset()
+                each._aborted = False
             raise first
         return [future.result() for future in futures]
 
@@ -67,7 +71,7 @@ class Threads:
             self._barrier.wait(self._timeout)
         except threading.BrokenBarrierError:
             missing = [str(rank) for rank, brought in enumerate(self._brought) if brought is None]
-            if self._errors or not missing:
+            if self._aborted or not missing:
                 raise ExchangeError("another rank gave up") from None
             raise ExchangeError(f"no message from rank {', '.join(missing)} within {self._timeout:g} s") from None
         made = self._made
@@ -80,7 +84,6 @@ class Threads:
 
         def make(brought: list[Tensor]) -> Tensor:
             self._twins.append(Threads(len(brought), self._timeout))
-            self._twins[-1]._errors = self._errors
             return brought[0]
 
         self.combine(rank, torch.empty(0, device="cpu"), make)
@@ -93,6 +96,7 @@ class Threads:
 
     def _abort(self) -> None:
         for each in (self, *self._twins):
+            each._aborted = True
             each._barrier.abort()
 
     def _combine(self) -> None:
