@@ -666,3 +666,20 @@ def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run()
         later.inner[0].param_groups[0]["nesterov"] = nesterov
         with pytest.raises(SettingsError, match=told) if nesterov else nullcontext():
             train(later, [step], 1)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.Adagrad])
+def test_optimizer_with_a_state_from_before_restarts_as_a_new_one(inner):
+    parameters, others = problems.parameters([(4, 4)]), problems.parameters([(4, 4)])
+    before = inner(parameters, lr=0.01)
+    problems.set_gradients(parameters, 0)
+    before.step()
+    optimizer, fresh = LocalDeMo(before, sync_every=1), inner(others, lr=0.01)
+    optimizer.join()
+    parameters[0].grad = torch.full((4, 4), torch.nan)
+    optimizer.step()
+    others[0].data.copy_(parameters[0])
+    for each, given in ((optimizer, parameters), (fresh, others)):
+        problems.set_gradients(given, 1)
+        each.local_step() if each is optimizer else each.step()
+    assert problems.same(parameters, others)

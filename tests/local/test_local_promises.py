@@ -594,3 +594,53 @@ def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_th
     train(optimizer, range(1, 2))
     optimizer.flush()
     assert (run.decided.round, optimizer.weights_differ) == (0, False)
+
+
+def test_weights_that_become_wider_than_their_global_ones_are_refused_and_narrower_ones_are_not():
+    refused = pytest.raises(
+        RuntimeError, match=r"torch\.float64, its global weights are torch\.float32: build LocalDeMo"
+    )
+    for dtype, wanted in ((torch.float64, refused), (torch.bfloat16, nullcontext())):
+        optimizer = problems.local()
+        for parameter in problems.all_parameters(optimizer):
+            parameter.data = parameter.data.to(dtype)
+        with wanted:
+            optimizer.step()
+
+
+def test_group_put_into_the_list_of_groups_trains():
+    added = Parameter(torch.zeros(4, 4))
+    optimizer = problems.local(sync_every=2)
+    train(optimizer, range(2))
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [added]})
+    train(optimizer, range(2, 4))
+    assert bool(added.any())
+    assert len(optimizer.state_dict()["param_groups"]) == 2
+
+
+def test_names_that_are_fewer_than_parameters_are_told():
+    optimizer = LocalDeMo(torch.optim.SGD(torch.nn.Linear(4, 4).named_parameters(), lr=0.1))
+    optimizer.param_groups[0]["params"].append(Parameter(torch.zeros(4)))
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has 3 parameters and 2 param_names"):
+        optimizer.step()
+
+
+def test_parameter_that_begins_to_train_beside_a_round_in_flight_is_in_each_state_that_is_saved():
+    parameters = problems.parameters(problems.FEW)
+    parameters[0].requires_grad_(False)
+    optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, delay=1)
+    train(optimizer, range(1))
+    parameters[0].requires_grad_(True)
+    problems.set_gradients(parameters, 1)
+    optimizer.local_step()
+    with pytest.raises(RuntimeError, match="begun to train since the round in flight was sent; call flush"):
+        optimizer.own_state_dict()
+    optimizer.flush()
+    assert "error" in optimizer.own_state_dict()["state"][0]
+
+
+def test_defaults_are_those_that_all_inner_optimizers_have():
+    first, second = (problems.parameters([(4, 4)]) for _ in range(2))
+    optimizer = LocalDeMo([torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(second, lr=0.1)])
+    with pytest.raises(ValueError, match="momentum"):  # torch's, where it would cycle only one's
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)

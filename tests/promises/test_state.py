@@ -283,3 +283,14 @@ def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
         for own in (copy.copy(shown), shown.copy(), copy.deepcopy(shown), problems.by_file(shown)):
             own.clear()  # it is the script's
     assert name in local.state[parameter]
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_learning_rate_that_is_a_tensor_is_not_that_of_the_loaded_state(kind):
+    parameters, rate = problems.parameters([(4, 4)]), torch.tensor(0.1)
+    inner = parameters if kind == "DeMo" else torch.optim.AdamW(parameters, lr=rate)
+    optimizer = DeMo(inner, lr=rate) if kind == "DeMo" else LocalDeMo(inner)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert float(saved["param_groups"][0]["lr"]) == pytest.approx(0.1)

@@ -311,6 +311,16 @@ def _scaled(exchange, mode, bad_step):
     return optimizer.fingerprint(state=True), problems.values(optimizer), problems.momenta(optimizer), skipped, scales
 
 
+def test_grad_scaler_with_float16_parameters_is_refused_by_local_demo_where_gradients_would_vanish():
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler.scale((parameter.float() * 3e-8).sum()).backward()
+    with pytest.raises(ValueError, match="cannot be removed from float16 gradients without loss"):
+        scaler.step(optimizer)
+    assert optimizer.local_steps == 0
+
+
 @pytest.mark.parametrize("mode", ["on", "unscale first"])
 @pytest.mark.parametrize("bad_step", [None, 2])
 def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode, bad_step):

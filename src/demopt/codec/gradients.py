@@ -26,6 +26,16 @@ def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
     return factor if abs(factor) < _LIMIT else math.nan
 
 
+def remove_scale(gradients: list[Tensor], factor: float) -> None:
+    """Multiplies gradients by `factor`, in place. ValueError for float16, where they become too small again."""
+    if factor != 1.0 and any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise ValueError(
+            "GradScaler's factor cannot be removed from float16 gradients without loss: keep the parameters in float32 "
+            "and use torch.autocast"
+        )
+    torch._foreach_mul_(gradients, factor)
+
+
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
     """Removes GradScaler's attributes after a step that failed; it removes them only after one that did not."""
     for name in ("grad_scale", "found_inf"):

@@ -1,5 +1,6 @@
 """DeMo, Decoupled Momentum Optimization (Peng, Quesnelle, Kingma, arXiv 2411.19870)."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -252,7 +253,7 @@ class DeMo(ReplicatedOptimizer):
         groups, settings_of = [], dict[Tensor, Hyperparameters]()
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             loaded = {name: value for name, value in {**self.defaults, **saved_group}.items() if name != "params"}
-            groups.append(plain(loaded))
+            groups.append(plain(copy.deepcopy(loaded)))  # a learning rate may be a tensor, into which schedulers write
             settings = _settings_of(groups[-1])
             check_matrices(settings.update, group["params"])
             settings_of |= dict.fromkeys(group["params"], settings)

@@ -46,7 +46,7 @@ class InnerOptimizers:
 
     def __init__(self, given: Any) -> None:
         self.optimizers = _checked(given)
-        self._had_state = [bool(each.state) for each in self.optimizers]  # from the start, as Adagrad's
+        self._had_state = [_made_state(each) for each in self.optimizers]
         self.is_stepping = False  # a local step is under way
         self._lent: dict[str, dict[str, Tensor]] = {}  # moments of another worker, of parameters without a step
         self._told = False  # that the state of an optimizer inside one is not saved
@@ -82,6 +82,8 @@ class InnerOptimizers:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups as they are now: loading a state into an optimizer replaces them."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups  # itself, so that what a user adds to the list trains
         return [group for each in self.optimizers for group in each.param_groups]
 
     def _follow(self) -> list["GroupSettings"]:
@@ -242,6 +244,12 @@ class InnerOptimizers:
         self._follow()
         told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
         return f"{told}save one file per rank" if lost else ""
+
+
+def _made_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer may make its state only as it is built; of torch's, Adagrad does."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return bool(optimizer.state) and (isinstance(optimizer, torch.optim.Adagrad) or not is_torchs)
 
 
 def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

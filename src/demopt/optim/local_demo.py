@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.codec.gradients import check_group, check_parameters, forget_scale, unscaling_of
+from demopt.codec.gradients import check_group, check_parameters, forget_scale, remove_scale, unscaling_of
 from demopt.codec.hyperparameters import Codec, Hyperparameters, codec_of, without_numpy
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORM_NUMBERS
@@ -138,7 +138,8 @@ class LocalDeMo(ReplicatedOptimizer):
         }
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
-        self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
+        others = [each.defaults for each in self.inner]  # schedulers look for momentum here
+        self.defaults = {k: value for k, value in others[0].items() if all(k in each for each in others)}
         where = None if state_device is None else torch.device("cpu")
         if where is not None and str(state_device) != "cpu":
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
@@ -436,7 +437,7 @@ class LocalDeMo(ReplicatedOptimizer):
         gradients, left = self.replicator.gradients(self._weights.parameters, unscale)
         finite, present = left is None or math.isfinite(left), [each for each in gradients if each is not None]
         if left is not None and finite and present:
-            torch._foreach_mul_(present, left)
+            remove_scale(present, left)
         if self.replicator.session.compares_gradients:
             self.replicator.session.note_gradients(self._weights.here(present))
         self._note_gradients(gradients)
@@ -505,6 +506,12 @@ class LocalDeMo(ReplicatedOptimizer):
     def _parameters(self) -> list[Tensor]:
         """Returns the inner optimizers' parameters as they are now, checked."""
         known, found = self._weights.parameters, [p for group in self._inner.groups for p in group["params"]]
+        for number, group in enumerate(self._inner.groups):
+            if len(names := group.get("param_names", group["params"])) != len(group["params"]):
+                raise ValueError(
+                    f"param_groups[{number}] has {len(group['params'])} parameters and {len(names)} param_names; add "
+                    "parameters by add_param_group"
+                )
         if any(p.requires_grad and p not in self._weights.global_of for p in found):
             self._refuse_new()
         if [*map(id, found)] != [*map(id, known)]:
@@ -646,6 +653,9 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
+        known = self._weights.global_of.items()
+        if self.replicator.in_flight and any(p.requires_grad and w not in self.replicator.state for p, w in known):
+            raise RuntimeError("a parameter has begun to train since the round in flight was sent; call flush() first")
         found, folder = super().own_state_dict(), self._rounds.entry()
         groups = [without_numpy(group) for group in found["param_groups"]]
         return {**found, "param_groups": groups, **({"folder": folder} if folder else {})}

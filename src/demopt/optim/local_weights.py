@@ -75,12 +75,17 @@ class LocalWeights(Follower):
         return len(wanted) > len(known)
 
     def require_unmoved(self) -> None:
-        """Raises an error if a parameter has another device or shape than its global weights were created for."""
+        """Raises an error if a parameter has another device or shape, or a wider dtype, than its global weights."""
         for local, global_weight in self.global_of.items():
             if self._state_device is None and global_weight.device != local.device:
                 raise RuntimeError(
                     f"a parameter is on {local.device}, its global weights are on {global_weight.device}: build "
                     "LocalDeMo after model.to(device)"
+                )
+            if torch.promote_types(local.dtype, global_weight.dtype) != global_weight.dtype:
+                raise RuntimeError(
+                    f"a parameter is {local.dtype}, its global weights are {global_weight.dtype}: build LocalDeMo after "
+                    "model.to(dtype)"
                 )
             if global_weight.shape != local.shape:
                 position = [*map(id, self.parameters)].index(id(local))

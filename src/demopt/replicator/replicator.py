@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.gradients import all_usable, check_gradients, gradients_of
+from demopt.codec.gradients import all_usable, check_gradients, gradients_of, remove_scale
 from demopt.codec.steps import Workspace, compress
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, first_line
 from demopt.exchange import Meter
@@ -572,7 +572,7 @@ class Replicator:
                 parameter.grad = torch.zeros_like(parameter)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
         if present and unscale is not None and not math.isnan(unscale):  # which an infinite gradient stays without
-            torch._foreach_mul_(present, unscale)  # ranks of a node may have different scales
+            remove_scale(present, unscale)  # ranks of a node may have different scales
         average(present, exchange.intra_node)
         infinite = unscale is not None and not all_usable(present)  # the same in the whole node
         return gradients_of(parameters), math.nan if infinite else None
