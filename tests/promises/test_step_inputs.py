@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 from demopt.wire.message import HEADER_BYTES
 
 

@@ -166,6 +166,8 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     first = Worker(ObjectStore(), 0)
     rounds(first, Worker(store, 1))
     state = first.state()
+    with pytest.raises(SettingsError, match="the state is of another run"):  # although that is further
+        Worker(store, 4, state=Worker(ObjectStore(), 5).round(3).state()).join()
     other, weights = Worker(store, 2, state=state), Worker(store, 3)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
         other.join()

@@ -75,7 +75,7 @@ class LocalWeights(Follower):
         return len(wanted) > len(known)
 
     def require_unmoved(self) -> None:
-        """Raises an error if a parameter has another device or shape, or a wider dtype, than its global weights."""
+        """Raises an error if a parameter has another device, shape or wider dtype than its global one."""
         for local, global_weight in self.global_of.items():
             if self._state_device is None and global_weight.device != local.device:
                 raise RuntimeError(
@@ -84,8 +84,8 @@ class LocalWeights(Follower):
                 )
             if torch.promote_types(local.dtype, global_weight.dtype) != global_weight.dtype:
                 raise RuntimeError(
-                    f"a parameter is {local.dtype}, its global weights are {global_weight.dtype}: build LocalDeMo after "
-                    "model.to(dtype)"
+                    f"a parameter is {local.dtype}, its global weights are {global_weight.dtype}: build LocalDeMo "
+                    "after model.to(dtype)"
                 )
             if global_weight.shape != local.shape:
                 position = [*map(id, self.parameters)].index(id(local))

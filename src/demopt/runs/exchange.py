@@ -243,6 +243,8 @@ class FolderExchange(VaryingExchange):
             if record.identity != mine:  # another worker was first
                 with suppress(ExchangeError):  # without the right to delete, it stays
                     self.store.delete([log.checkpoint_name(wanted, 0)])
+        if self.restored is not None and record.identity not in (mine, self.restored.run):
+            raise SettingsError(f"the state is of another run than {self.store.address} holds")
         log.check_facts(record, facts, self.store.address, self.worker)
         read = partial(log.read_manifest, self.store, record.identity, number - 1)
         later = (

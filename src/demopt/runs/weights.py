@@ -179,8 +179,6 @@ class FolderRounds(Rounds):
         """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
         run = self.run
         if (saved := run.restored) is not None:
-            if saved.run != run.record.identity:
-                raise SettingsError(f"the state is of another run than {run.store.address} holds")
             run.worker = saved.worker
             if saved.before != log.digest_of(before):
                 other = f"round {self._number} is another one in {run.store.address} than in the state"
