@@ -18,7 +18,7 @@ import demopt
 import forked
 from demopt.codec.hyperparameters import Codec
 from demopt.errors import DemoptError
-from demopt.train import checkpoint
+from demopt.train import checkpoint, team
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.out import OutFolder
 from demopt.train.team import Team, stop_on_signals
@@ -42,7 +42,7 @@ def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for
         (out / "stop").touch() if more else process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=train_runs.LIMIT)
         assert process.returncode == 130
-        assert ("stopping after this step; once more to stop at once" in told) == (not more)
+        assert ("stopping after this step; Ctrl-C now stops at once" in told) == (not more)
         assert f"stopped after step {number} of 12, saved; go on with: demopt train --resume --out {out}" in told
         assert "Traceback" not in told
         assert last_of(out).step == steps_done(out) == number
@@ -60,6 +60,28 @@ def test_closed_terminal_and_an_output_that_nobody_reads_lose_no_step(tmp_path, 
     assert last_of(out).step == steps_done(out) == 5
 
 
+def test_sigterm_that_all_processes_get_and_twice_as_of_a_service_manager_loses_no_step(tmp_path, text):
+    out = tmp_path / "run"
+    process = train_runs.start_held(out, text, number=5)
+    for pid in 2 * [*train_runs.workers_of(process).values(), process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    _, told = process.communicate(timeout=train_runs.LIMIT)
+    assert (process.returncode, last_of(out).step) == (143, 5), told
+    assert set(told.splitlines()[:-1]) == {"demopt: stopping after this step; Ctrl-C now stops at once"}
+
+
+def test_only_ctrl_c_stops_at_once_what_is_stopping(monkeypatch):
+    ended, told = [], []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(team, "tell", told.append)
+    with stop_on_signals() as received:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):  # torchrun passes on what its ranks get, too
+            signal.raise_signal(number)
+        assert (len(received), ended) == (3, [])
+        signal.raise_signal(signal.SIGINT)
+    assert (ended, told) == ([130], ["stopping after this step; Ctrl-C now stops at once", "stopped at once"])
+
+
 def test_signal_that_is_ignored_as_under_nohup_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_on_signals():
@@ -71,7 +93,7 @@ def test_second_signal_stops_at_once(tmp_path, text):
     workers = train_runs.workers_of(process)
     assert sorted(workers) == [0, 1]
     process.send_signal(signal.SIGINT)
-    assert "once more to stop at once" in process.stderr.readline()
+    assert "Ctrl-C now stops at once" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=train_runs.LIMIT)[1]  # a worker that ends later may say that the other is gone
     assert "demopt: stopped at once" in told.splitlines()

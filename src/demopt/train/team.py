@@ -127,7 +127,7 @@ def cores() -> int:
 
 @contextmanager
 def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "this step") -> Iterator[list[int]]:
-    """Yields the signals that have come: the first is a request to stop, the second ends this process at once.
+    """Yields the signals that have come: the first is a request to stop, a second with Ctrl-C ends the process at once.
 
     With the launcher end its workers. They have POSIX sessions of their own, so Ctrl-C in a terminal spares them.
     """
@@ -136,21 +136,25 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
     def handle(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         request()
-        stopped = "stopped at once" if len(received) > 1 else f"stopping after {after}; once more to stop at once"
-        if os.environ.get("RANK", "0") == "0":
-            tell(stopped)
-        if len(received) > 1:
+        # SIGTERM or SIGHUP comes twice for one wish: from `timeout`, or from a service manager and from torchrun.
+        at_once = len(received) > 1 and signal.SIGINT in received
+        if os.environ.get("RANK", "0") == "0" and (at_once or len(received) == 1):
+            tell("stopped at once" if at_once else f"stopping after {after}; Ctrl-C now stops at once")
+        if at_once:
             os._exit(128 + number)
 
-    kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    # What is ignored stays so, as SIGHUP under nohup; a script's `&` ignores SIGINT, which somebody sends on purpose.
-    kinds = [each for each in kinds if each == signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN]
-    handlers = {kind: signal.signal(kind, handle) for kind in kinds}
+    handlers = {kind: signal.signal(kind, handle) for kind in signals_to_stop()}
     try:
         yield received
     finally:
         for kind, handler in handlers.items():
             signal.signal(kind, handler)
+
+
+def signals_to_stop() -> list[signal.Signals]:
+    kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # What is ignored stays so, as SIGHUP under nohup; a script's `&` ignores SIGINT, which somebody sends on purpose.
+    return [each for each in kinds if each == signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN]
 
 
 def interfaces() -> dict[str, str]:

@@ -32,7 +32,7 @@ from demopt.train.method import FLOAT32_BYTES, check_settings, cost_of, make_opt
 from demopt.train.model import begin, count_parameters
 from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report, finish
-from demopt.train.team import Team, join, stop_on_signals
+from demopt.train.team import Team, join, signals_to_stop, stop_on_signals
 
 STOP, ENDED = "stop", "ended"  # files beside SETTINGS.json: the launcher asks for the end; the run has come to its own
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -241,9 +241,11 @@ def main() -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it was gone before
             os._exit(1)
-    code = 1
+    code, stop = 1, settings.with_name(STOP)
+    for each in signals_to_stop():  # a service manager sends its SIGTERM to the workers, too
+        signal.signal(each, lambda *_: stop.touch())
     try:
-        if record(work)(config_of(read_file(settings)), settings.with_name(STOP).exists):
+        if record(work)(config_of(read_file(settings)), stop.exists):
             settings.with_name(ENDED).touch()
         code = 0
     finally:
