@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import problems
@@ -117,6 +117,15 @@ def test_collective_conforms_in_groups_and_meshes(rank):
         with pytest.raises(ValueError, match="not a member"):
             Collective(group)
     assert (resolve(mesh["out"]).rank, resolve(mesh["in"]).rank) == divmod(rank, 2)
+
+
+@pytest.mark.parametrize(("rows", "column"), [([[0, 1], [3, 2]], [0, 3]), ([[1, 2], [0, 3]], [2, 3])])
+@ranks.each(4)
+def test_mesh_whose_nodes_torch_sorts_apart_is_refused_and_other_orders_conform(rank, rows, column):
+    """It sorts the ranks of every group: the first ranks of nodes would be in unlike columns, or of unlike numbers."""
+    with pytest.raises(ValueError, match=re.escape(f"ranks {column} are a column")):
+        resolve(DeviceMesh("cpu", torch.tensor(rows)))
+    conform(resolve(DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]))))
 
 
 @ranks.each(4)
@@ -455,6 +464,19 @@ NAMES = {rank: f"rank {rank} (host m{rank})" for rank in range(4)}
 )
 def test_verdict_follows_from_who_waits_for_whom(answers, said):
     assert verdict_of(NAMES, answers, 0).startswith(said)
+
+
+def test_group_that_begins_again_in_its_store_finds_nothing_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.1)
+    store, said, counts = dist.HashStore(), [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        alive = Collective()._liveness
+        said.append(alive.suspects([0, 1]))
+        counts.append(alive._store().add("demopt/await", 1))
+        dist.destroy_process_group()
+    assert said == ["no answer from rank 1 of 2"] * 2
+    assert counts == [1, 1]
 
 
 def test_rank_on_another_machine_cannot_tell_the_loss_of_the_store_from_that_of_its_own_network():

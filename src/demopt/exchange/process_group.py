@@ -17,6 +17,7 @@ from demopt.exchange.interface import Exchange, SingleRank, gather_values
 from demopt.exchange.liveness import Liveness
 
 dist: Any = getattr(torch, "distributed", None)  # a build of torch may lack it, or all that is in it
+_FIRST = threading.Lock()  # of threads that make the first Collective at once
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
 #: Groups that `duplicate` made and no Collective has now, with their collectives, by kind and name; per default group.
 _IDLE: "weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]" = weakref.WeakKeyDictionary()
@@ -141,17 +142,23 @@ class Collective(Exchange):
 
 def _liveness() -> Liveness:
     """Returns this process's failure detection: one for all groups, because a rank may be missed in any of them."""
-    world = dist.group.WORLD
-    if world not in _LIVENESS:
+    world, rank, session = dist.group.WORLD, dist.get_rank(), 0
+    with _FIRST:
+        if world in _LIVENESS:
+            return _LIVENESS[world]
+        # A group that begins again, as under torchrun, has the store and the prefix of the one before.
+        place = f"demopt/sessions/{dist.get_world_size()}"
+        with suppress(Exception):  # a group without a store
+            session = world.get_group_store().add(f"{place}/{rank}", 1)
         found = weakref.ref(world)
 
         def store() -> Any:
             if (alive := found()) is None or not dist.is_initialized():
                 raise RuntimeError("the process group has ended")
-            return alive.get_group_store()
+            return dist.PrefixStore(f"{place}/{session}", alive.get_group_store())
 
-        _LIVENESS[world] = Liveness(store, dist.get_rank())
-    return _LIVENESS[world]
+        _LIVENESS[world] = Liveness(store, rank)
+        return _LIVENESS[world]
 
 
 def _new_group(ranks: list[int], rank: int, backend: str, timeout: timedelta, name: str) -> Any:
@@ -202,6 +209,7 @@ def resolve(process_group: Any) -> Exchange:
         return Collective() if can_connect() and dist.is_initialized() else SingleRank()
     dimensions = getattr(process_group, "ndim", 1)
     if dimensions == 2:
+        _check_nodes(process_group.mesh.tolist())
         return Hierarchical(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
     if dimensions > 2:
         wanted = "the one that replicas span, mesh['name'], or two: between nodes, and inside a node"
@@ -213,6 +221,15 @@ def resolve(process_group: Any) -> Exchange:
     if is_group:
         return Collective(process_group)
     raise TypeError(f"process_group is {process_group!r}; give a ProcessGroup, a DeviceMesh, an Exchange, or None")
+
+
+def _check_nodes(rows: list[list[int]]) -> None:
+    """Raises ValueError unless the n-th ranks of all nodes are a column, in the order of nodes; torch sorts both."""
+    by_rank = [*zip(*sorted(sorted(row) for row in rows), strict=True)]
+    for column in zip(*rows, strict=True):
+        if tuple(sorted(column)) not in by_rank:
+            found = f"process_group is a DeviceMesh in which ranks {sorted(column)} are a column"
+            raise ValueError(f"{found}; torch sorts ranks, so give one whose rows and columns ascend")
 
 
 def can_connect() -> bool:
