@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import pickle
 import signal
 import threading
@@ -459,6 +460,14 @@ BY_ITSELF = "which synchronizes the ranks itself"
 def test_impossible_arguments_are_refused(inner, settings, error, said):
     with pytest.raises(error, match=said):
         LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **settings)
+
+
+@pytest.mark.parametrize("steps", ["2", None, math.nan, math.inf, 0, -1, 1.5, True, torch.ones(2)])
+def test_impossible_sync_every_is_refused_also_when_set_later(steps):
+    optimizer = make(SingleRank(), sync_every=3)
+    with pytest.raises((TypeError, ValueError), match="sync_every is "):
+        optimizer.sync_every = steps
+    assert optimizer.sync_every == copy.deepcopy(optimizer).sync_every == 3
 
 
 def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder():

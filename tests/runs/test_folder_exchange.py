@@ -125,7 +125,8 @@ def test_note_of_steps_that_were_not_finite_is_in_no_message_that_is_sent_again(
 def test_late_worker_adds_no_round_to_a_run_that_has_ended(store, end):
     first, second = joined(store)
     for worker in (first, second):
-        vars(worker.run).update(end)
+        for name, value in end.items():
+            setattr(worker.run, name, value)
     for _ in range(2):
         first.run.take(4)
         rounds(first, second)

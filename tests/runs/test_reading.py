@@ -9,6 +9,7 @@ from itertools import islice
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 from test_protocol import ACTIONS, MOST, InTurns, actions_of, schedule
 from workers import Worker
@@ -203,6 +204,29 @@ def test_worker_with_other_data_is_refused_before_it_sends():
         next(iter(demopt.RunSampler(Worker(store, 1).optimizer, 11, batch=2)))
     with pytest.raises(TypeError, match="FolderExchange"):
         demopt.RunSampler(Worker(None, 0, group=SingleRank()).optimizer, 10, batch=2)
+
+
+@pytest.mark.parametrize("seed", [1.0, None, "1", torch.tensor(0.5), torch.tensor([1, 2]), True])
+def test_sampler_refuses_a_seed_that_is_no_whole_number_before_the_run_starts(seed):
+    run = Worker(ObjectStore(), 0)
+    with pytest.raises(TypeError, match=r"seed is .*; give a whole number"):
+        demopt.RunSampler(run.optimizer, 16, batch=4, seed=seed)
+
+
+def test_sampler_reads_in_the_order_of_a_seed_whatever_its_type():
+    numpy = pytest.importorskip("numpy")
+    for seed in (3, 5000, -1):
+        orders = [
+            next(iter(demopt.RunSampler(Worker(ObjectStore(), 0).optimizer, 16, batch=16, seed=given)))
+            for given in (seed, numpy.int64(seed), numpy.int32(seed), torch.tensor(seed))
+        ]
+        assert orders == [orders[0]] * 4
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, demopt.DeMo, lambda _: None])
+def test_sampler_refuses_an_optimizer_that_is_in_no_run(make):
+    with pytest.raises(TypeError, match="RunSampler asks a run in a folder"):
+        demopt.RunSampler(make([torch.nn.Parameter(torch.zeros(2))]), 10, batch=2)
 
 
 def test_spans_stay_few_over_a_long_run():

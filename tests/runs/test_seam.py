@@ -61,6 +61,7 @@ def test_message_that_others_would_refuse_is_refused_at_the_sender_and_nothing_i
         ({"patience": "long"}, "patience is 'long'; give a number"),
         ({"settings": {"x": object()}}, "settings cannot be written as JSON"),
         ({"settings": [1]}, r"settings is \[1\]; give a dict"),
+        ({"timeout": 60}, "FolderExchange has no argument timeout; late is the seconds for workers, pat"),
         ({"keep_log": 1}, "keep_log is 1; give True or False"),
     ],
 )
@@ -68,6 +69,21 @@ def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sen
     with pytest.raises((ValueError, TypeError), match=told):
         FolderExchange(tmp_path / "run", **wrong)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("late", value) for value in (-1, math.nan, "1", None, torch.zeros(2))),
+        *(("rounds", value) for value in ("10", 0, 1.5, math.inf, True, torch.zeros(2))),
+    ],
+)
+def test_attribute_of_a_folder_exchange_refuses_what_its_argument_does(name, value):
+    run = FolderExchange(ObjectStore())
+    usual = getattr(run, name)
+    with pytest.raises((ValueError, TypeError), match=f"{name} is "):
+        setattr(run, name, value)
+    assert getattr(run, name) is usual
 
 
 def test_state_of_a_later_round_does_not_start_a_run(store):

@@ -53,7 +53,7 @@ class LocalDeMo(ReplicatedOptimizer):
     a round that was not applied, also the start of the local steps. The state of `inner` is not exchanged.
 
     Args:
-        inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
+        inner: a torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
         sync_every: H, steps from one round to the next.
         top_k: None: one bit per coefficient, its sign. A number: only the top_k largest of each full chunk x chunk
             block, for fewer bytes.
@@ -119,7 +119,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if error_decay is None:
             error_decay = 0.9 if top_k is None else 0.5
         self._inner = InnerOptimizers(inner)
-        self.sync_every = check_count("sync_every", sync_every)
+        self.sync_every = sync_every
         if (delay := check_count("delay", delay, low=0)) > 1:
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
         check_number("outer_momentum", outer_momentum, high=1.0)
@@ -158,6 +158,15 @@ class LocalDeMo(ReplicatedOptimizer):
     def local_steps(self) -> int:
         """The local steps since the last round."""
         return self._weights.steps_since
+
+    @property
+    def sync_every(self) -> int:
+        """The steps from one round to the next; may change between two rounds, on all ranks alike."""
+        return self._sync_every
+
+    @sync_every.setter
+    def sync_every(self, steps: int) -> None:
+        self._sync_every = check_count("sync_every", steps)
 
     @property
     def samples(self) -> int:
@@ -687,7 +696,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self._rounds.settle()
-        names = ["defaults", "replicator", "_inner", "sync_every", "_settings", "_weights"]
+        names = ["defaults", "replicator", "_inner", "_sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

@@ -109,9 +109,13 @@ class FolderExchange(VaryingExchange):
         checkpoint_every: int = 20,
         keep_log: bool = False,
         settings: dict[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            meant = "late is the seconds for workers, patience those for the storage"
+            raise TypeError(f"FolderExchange has no argument {', '.join(unknown)}; {meant}")
         super().__init__(SingleRank())
-        self.late = check_number("late", late)
+        self.late = late
         every = check_count("checkpoint_every", checkpoint_every, high=log.MOST_ROUNDS)  # joining workers refuse more
         if not isinstance(settings, dict | None):
             raise TypeError(f"settings is {settings!r}; give a dict")
@@ -132,7 +136,7 @@ class FolderExchange(VaryingExchange):
         self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
         self.note: Any = None
         self.leaving = False
-        self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
+        self.rounds = None
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer, or `RunSampler`, adds what it trains on
@@ -174,6 +178,24 @@ class FolderExchange(VaryingExchange):
         if not (isinstance(name, str) and log.NAME.fullmatch(name)):  # others would read none of its objects
             raise ValueError(f"worker is {name!r}; give 1 to 64 letters of A to Z, digits and dashes")
         self._worker = name
+
+    @property
+    def late(self) -> float:
+        """The seconds that a round waits for expected workers, beyond the time that they need."""
+        return self._late
+
+    @late.setter
+    def late(self, seconds: float) -> None:
+        self._late = check_number("late", seconds)
+
+    @property
+    def rounds(self) -> int | None:
+        """The rounds of the whole run, if it has an end: a late worker adds none."""
+        return self._rounds
+
+    @rounds.setter
+    def rounds(self, rounds: int | None) -> None:
+        self._rounds = None if rounds is None else check_count("rounds", rounds)
 
     @property
     def record(self) -> Record:

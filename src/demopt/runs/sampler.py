@@ -47,10 +47,11 @@ class RunSampler:
     """
 
     def __init__(self, optimizer: Any, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
-        run = optimizer.replicator.session.process_group
+        run = optimizer.replicator.session.process_group if hasattr(optimizer, "replicator") else None
         if not isinstance(run, FolderExchange):
             raise TypeError("RunSampler asks a run in a folder: LocalDeMo(process_group=demopt.FolderExchange(...))")
-        self.optimizer, self.run, self.seed = optimizer, run, seed
+        self.optimizer, self.run = optimizer, run
+        self.seed = check_count("seed", seed, low=-(1 << 63))
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
         self.run.total = self.sequences * check_count("epochs", epochs)
