@@ -126,6 +126,27 @@ def test_object_that_a_loss_of_power_left_empty_is_absent_and_one_of_those_who_r
     assert not [*(tmp_path / "run" / "rounds").glob("7*")]
 
 
+def test_object_that_is_empty_under_both_names_is_damaged_and_with_a_key_a_strangers(run, tmp_path):
+    (tmp_path / "run" / "rounds").mkdir()
+    for name in ("a", "a~"):
+        (tmp_path / "run" / "rounds" / name).touch()
+    assert not run.put_if_absent("rounds/a", b"x")
+    with pytest.raises(MessageError, match="rounds/a is empty, and so is its second name"):
+        run.get("rounds/a", 9)
+    keyed = Keyed(run, bytes(32))
+    assert keyed.put_if_absent("rounds/a", b"x")
+    assert (keyed.get("rounds/a", 9), keyed.list("rounds")) == (b"x", {"a"})
+
+
+def test_record_under_its_second_name_is_that_of_a_folder_that_is_mounted_again(run, tmp_path):
+    place = tmp_path / "run"
+    (place / "run").touch()
+    assert run.put_if_absent("run", b"this run")
+    place.rename(tmp_path / "away")
+    shutil.copytree(tmp_path / "away", place)
+    assert run.get("run", 9) == b"this run"
+
+
 def test_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
     """In the order that survives a loss of power at any moment."""
     did, fsync, link = [], os.fsync, os.link

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from unittest.mock import DEFAULT, Mock
 
 import pytest
@@ -42,6 +43,8 @@ SERVER = {
     "store is full": (507, "full"),
     "busy": (503, error("SlowDown")),
     "refuses the request": (400, error("InvalidRequest")),
+    "wants checksums": (400, error("InvalidRequest", "Content-MD5 OR x-amz-checksum- HTTP header is required")),
+    "object of this size": (413, error("EntityTooLarge")),
 }
 # Tests of these are below.
 ELSEWHERE = {"no server has this name", "no TLS", "impossible name", "no connection", "is silent", "a header"}
@@ -83,6 +86,40 @@ def test_server_error_has_its_row_with_code_and_message(words, monkeypatch):
         store = open_store("s3://bucket/Quota-of-EIO")  # names of objects are no signs
         cause = body[body.find("<Code>") + 6 : body.find("</Code>")] if status not in (301, 507) else "("
         check(words, lambda: store.put_if_absent("rounds/403/a", b"x"), cause)
+
+
+CONDITION = "<Condition>If-None-Match</Condition><Key>a</Key></Error>"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "body"),
+    [
+        ("another put", 409, error("ConditionalRequestConflict").replace("</Error>", CONDITION)),
+        ("store is full", 403, error("QuotaExceeded")),
+        ("busy", 400, error("RequestTimeout", "Your socket connection to the server was not read from")),
+        ("busy", 503, error("SlowDown").replace("</Error>", "<BucketName>redirect</BucketName></Error>")),
+        ("object of this size", 400, error("EntityTooLarge")),
+    ],
+)
+def test_answer_whose_words_fit_several_rows_has_its_own(words, status, body, monkeypatch):
+    with small_s3(monkeypatch, lambda method, _: (status, body) if method == "PUT" else (404, "")):
+        store = open_store("s3://bucket/run")
+        check(words, lambda: store.put_if_absent("rounds/1/a", b"x"), str(status))
+
+
+def test_request_that_breaks_after_longer_than_the_patience_is_repeated(monkeypatch):
+    monkeypatch.setattr(store_module, "_SILENCE", 0.0)
+    store, broken = ObjectStore(), []
+
+    def get(name, most):
+        if not broken:
+            time.sleep(0.3)
+            broken.append(name)
+            raise StoreError("connection reset")
+        return b"x"
+
+    store.get = get
+    assert Patient(store, patience=0.2, say=pytest.fail).get("checkpoints/1", 9) == b"x"
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,13 @@ class Disk(Store):
                     found = _content(leaf, here, most, name)
                     if found == b"":  # a loss of power, on a disk that does not keep its word: see `put_if_absent`
                         found = _content(f"{leaf}~", here, most, name)
+                    if found == b"":
+                        raise MessageError(f"{name} is empty, and so is its second name")
             except (FileNotFoundError, NotADirectoryError):
                 return None
             if name == RECORD and self._run is None:
-                self._run = found or None
-            return found or None
+                self._run = found
+            return found
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         with told(self.address), self._at(name, make=True) as (leaf, here):
@@ -131,7 +133,8 @@ class Disk(Store):
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise GoneError(*error.args) from error
             if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, when numbers change
-                run = _content(RECORD if here is not None else str(self._root / RECORD), here, 1 << 30, RECORD)
+                leaf = RECORD if here is not None else str(self._root / RECORD)
+                run = _content(leaf, here, 1 << 30, RECORD) or _content(f"{leaf}~", here, 1 << 30, RECORD)
                 if self._run is not None and run != self._run:
                     raise GoneError("another folder is in its place")
                 self._opened_as = found

@@ -80,17 +80,20 @@ TABLE = tuple(map(Failure._make, (
      "no server has this name; correct AWS_ENDPOINT_URL, or the account of az://, or check the network"),
     ("InvalidContentType|[Cc]ertificate|UnknownIssuer", SETTINGS,
      "no TLS with this server; is its address http://? or trust its certificate (SSL_CERT_FILE)"),
-    # What a server cannot do
+    # Races, and what a server cannot do
+    ("ConditionalRequestConflict|: 409 ", PASSES, "another put of the same object is under way"),
     ("InvalidPath", SETTINGS, "somebody put an object with an impossible name; delete it with the server's own tools"),
-    ("NotImplemented|NotSupported|: 501 |If-None-Match|Content-MD5", NEVER,
+    ("Content-MD5", SETTINGS, "this bucket wants checksums, as with Object Lock; set AWS_CHECKSUM_ALGORITHM=SHA256"),
+    ("NotImplemented|NotSupported|: 501 |If-None-Match", NEVER,
      "this server lacks what a run needs: put if absent (If-None-Match); update it, or use another store"),
     ("Header missing", SETTINGS,
      "the server, or a proxy before it, leaves out a header that clients need; update it, or use another store"),
+    ("EntityTooLarge|BodyTooLarge|: 413 ", NEVER,
+     "the server, or a proxy before it, refuses an object of this size; raise its limit (nginx: client_max_body_size)"),
+    (": 507 |Quota", PASSES, "the store is full"),
     ("PermissionDenied|AccessDenied|: 403 ", SETTINGS,
      "access denied; a worker gets, puts, lists and deletes objects below this address"),
-    ("ConditionalRequestConflict|: 409 ", PASSES, "another put of the same object is under way"),
-    (": 507 |Quota", PASSES, "the store is full"),
-    (": 429 |: 408 |: 5.. |SlowDown", PASSES, "the server is busy"),
+    (": 429 |: 408 |: 5.. |SlowDown|RequestTimeout", PASSES, "the server is busy"),
     (": 4.. ", SETTINGS, "the server refuses the request"),
     ("kind: Timeout", PASSES, "the server is silent"),
     ("HTTP error", PASSES, "no connection"),
@@ -127,7 +130,8 @@ def _signs(error: Exception) -> str:
     if number := errno.errorcode.get(getattr(error, "errno", None) or 0):
         return f"{kind} errno {number}"
     if answer := re.search(r"status code(: \d{3} .*?)(\n\nDebug source|$)", text, re.S):
-        return f"{kind}{answer[1]}" + (_METADATA if _METADATA in text else "")
+        said = re.sub(r"<(Key|Resource|BucketName)>.*?</\1>", "", answer[1], flags=re.S)
+        return f"{kind}{said}" + (_METADATA if _METADATA in text else "")
     return f"{kind} " + re.sub(r"https?://(?!169\.254\.169\.254)\S+|for path .*?: |path: \".*?\"", "", text)
 
 

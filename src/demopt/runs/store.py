@@ -188,6 +188,8 @@ class Patient(Store):
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
             except StoreError as error:
+                if attempt == 0:  # what took long was no silence
+                    began = max(began, time.monotonic() - _SILENCE)
                 away, known = time.monotonic() - began, kind in self._answered
                 stays = kind == "delete"  # what cannot be deleted may stay
                 limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
@@ -273,6 +275,9 @@ def open_store(address: str) -> Store:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         if not re.match(r"https?://[^/]", os.environ.get(name) or "http://x"):
             raise ValueError(f"{name} is {os.environ[name]!r}; wanted http://HOST:PORT or https://HOST")
+    for name, value in os.environ.items():  # as of a file with Windows' ends of lines, which the client panics at
+        if name.startswith(("AWS_", "AZURE_")) and not (value == value.strip() and value.isprintable()):
+            raise ValueError(f"{name} begins or ends with a space or has unprintable letters; set it anew")
     kinds = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
     bucket, _, prefix = path.partition("/")
     # The names of the az command, which obstore does not know
@@ -285,7 +290,7 @@ def open_store(address: str) -> Store:
             bucket,
             prefix=prefix or None,
             **given,
-            client_options={"allow_http": True, "timeout": "1h", "read_timeout": f"{seconds:.0f}s"},
+            client_options={"allow_http": True, "timeout": "7d", "read_timeout": f"{seconds:.0f}s"},
             retry_config={"max_retries": 0},  # `Patient` repeats, and reports
         )
 
