@@ -653,3 +653,21 @@ def test_defaults_are_those_that_all_inner_optimizers_have():
     optimizer = LocalDeMo([torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(second, lr=0.1)])
     with pytest.raises(ValueError, match="momentum"):  # torch's, where it would cycle only one's
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+
+
+def test_weights_loaded_after_an_own_fresh_state_as_accelerate_loads_one_are_the_global_ones():
+    parameters = problems.parameters(problems.FEW)
+    optimizer = problems.optimizer_of("LocalDeMo", parameters)
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = problems.parameters(problems.FEW, seed=5)
+    for mine, theirs in zip(parameters, loaded, strict=True):
+        mine.data.copy_(theirs)
+    with optimizer.shared():
+        assert problems.same(problems.values(optimizer), loaded)
+    problems.train(optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    again = problems.optimizer_of("LocalDeMo", problems.twins(optimizer))
+    again.load_state_dict(state)  # of one that has trained: the state's count
+    for parameter in problems.all_parameters(again):
+        parameter.data.add_(1.0)
+    assert again.fingerprint() == optimizer.fingerprint()

@@ -687,6 +687,8 @@ class LocalDeMo(ReplicatedOptimizer):
             self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
             self._is_trained = self._is_trained or self.local_steps > 0
             self._rounds.restore(folder)
+            if folder is not None:
+                self._weights.begin()  # they are the run's
         if lacks:
             warn(lacks)
 

@@ -289,7 +289,9 @@ class LocalWeights(Follower):
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
-        self.start_of, self._adopted, self.untouched = {}, [], False
+        self.notice_loaded()
+        before = self._hash_of_global() if self.untouched else None
+        self.start_of, self._adopted = {}, []
         self.steps_since = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             entry = saved.get(local, {})
@@ -298,6 +300,9 @@ class LocalWeights(Follower):
             if "start" in entry:
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
                 self._copy([(entry["start"], self.start_of[local])])
+        # Of a state that changes nothing, as Accelerate's `prepare` loads, weights may still be loaded into the model.
+        has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())
+        self.untouched = before == self._hash_of_global() and not has_trained
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         if local not in self.start_of:  # D counts from the global weights, as the local ones have them
