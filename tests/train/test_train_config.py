@@ -225,6 +225,40 @@ def test_folder_that_holds_what_is_of_no_run_is_left_as_it_is(tmp_path, name, ov
     assert place.exists()
 
 
+def test_overwriting_a_run_empties_its_folders_on_other_disks_but_follows_no_link_in_them(tmp_path):
+    out, disk = OutFolder(tmp_path / "run"), tmp_path / "disk"
+    (disk / "step-00000012").mkdir(parents=True)
+    (disk / "step-00000012" / ".metadata").touch()
+    (disk / "step-latest").symlink_to(disk / "step-00000012")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    (disk / "mine").symlink_to(tmp_path / "mine")
+    with out.claimed(TrainConfig()):
+        out.checkpoints.symlink_to(disk)
+        out.model.mkdir()
+    with out.claimed(TrainConfig(overwrite=True)):
+        assert (checkpoint.whole(out.checkpoints), [*disk.iterdir()]) == ([], [])
+        assert (out.checkpoints.is_symlink(), out.model.exists()) == (True, False)
+    assert (tmp_path / "mine" / "notes").exists()
+
+
+def test_folder_of_a_run_that_cannot_be_emptied_is_told(tmp_path, monkeypatch):
+    out = OutFolder(tmp_path)
+    with out.claimed(TrainConfig()):
+        (out.checkpoints / "step-00000012").mkdir(parents=True)
+    monkeypatch.setattr(os, "rmdir", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+    with pytest.raises(InputError, match="busy"), out.claimed(TrainConfig(overwrite=True)):
+        pass
+
+
+@pytest.mark.parametrize("how", ["resume", "resume_auto", "overwrite"])
+def test_run_whose_checkpoints_are_on_a_disk_that_is_away_is_left_as_it_is(how, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TrainConfig(out=str(tmp_path)).record()))
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "away")
+    with pytest.raises(InputError, match="checkpoints is a link to nothing; is its disk mounted"):
+        assemble({"out": str(tmp_path), how: True})
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 @pytest.mark.parametrize("name", ["identity", "state.pt", "metrics.jsonl", "loss.svg"])
 def test_what_is_no_file_in_the_place_of_one_is_named(tmp_path, name, make):

@@ -282,6 +282,8 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
     settings = {**(_checked(read_file(file), file) if file else {}), **given}
     out = Path(config_of(settings).out)
+    if (out / CHECKPOINTS).is_symlink() and not (out / CHECKPOINTS).exists():
+        raise InputError(f"--out {out}: {CHECKPOINTS} is a link to nothing; is its disk mounted?")
     if settings.get("resume_auto"):
         # through links, too, although no run goes on from one: nothing is overwritten that may be a checkpoint
         begun = any((out / CHECKPOINTS).glob(f"step-*/{LAST_FILE}")) or (out / IDENTITY).exists()

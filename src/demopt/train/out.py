@@ -93,10 +93,7 @@ class OutFolder:
                 self._lock(held.enter_context((self.root / ".lock").open("w")).fileno())
                 self.refuse_if_taken(config)
                 for place in reversed(self.written) if config.overwrite else (self.stop,):  # the record goes last
-                    if place.is_dir():
-                        shutil.rmtree(place, ignore_errors=True)
-                    else:
-                        place.unlink(missing_ok=True)
+                    _delete(place)
                 text = json.dumps(config.record(), indent=2) + "\n"
                 write_whole(self.config, lambda aside: aside.write_text(text, encoding="utf-8"))
             except OSError as error:
@@ -140,6 +137,17 @@ class OutFolder:
         rows = [row for row in self.read_metrics() if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         write_whole(self.metrics, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def _delete(place: Path) -> None:
+    """Deletes a file, or a folder with all in it; of one on another disk, which is a link or a mount, all in it."""
+    if not place.is_dir():
+        place.unlink(missing_ok=True)
+        return
+    for each in place.iterdir():
+        shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+    if not (place.is_symlink() or place.is_mount()):
+        place.rmdir()
 
 
 def _fits(value: Any, name: str) -> bool:
