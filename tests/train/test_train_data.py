@@ -1,8 +1,10 @@
 """Tokens, the split, batches by seed, step and rank alone; epochs, each sequence once; and parts by speed."""
 
+import errno
 import math
 import os
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -138,6 +140,35 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     (tmp_path / "text.txt").rename(tmp_path / ".hidden")
     with pytest.raises(InputError, match="it has no file but hidden ones and those of --out"):
         data.load_corpus(config)
+
+
+@pytest.mark.parametrize("target", ["away", "link"])
+def test_link_to_nothing_in_data_is_told_and_not_left_out(target, tmp_path):
+    config = replace(CONFIG, data=[str(tmp_path)], out=str(tmp_path / "runs"))
+    (tmp_path / "text.txt").write_text("some words " * 99)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(tmp_path / "away")
+    assert data.find_files(config)[0] == [tmp_path / "text.txt"]
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    with pytest.raises(InputError, match=f"^--data {tmp_path}/link: a link to nothing; is its disk mounted"):
+        data.find_files(config)
+
+
+@pytest.mark.parametrize(("call", "name"), [("scandir", "more"), ("stat", "text.txt"), ("scandir", "lost+found")])
+def test_part_of_data_that_cannot_be_read_is_told_and_not_left_out(call, name, tmp_path, monkeypatch):
+    def denied(place, *given, **more):
+        if str(place) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return real(place, *given, **more)
+
+    real, of_root = getattr(os, call), name == "lost+found"  # of the file system, without text
+    (tmp_path / "text.txt").write_text("some words " * 99)
+    if call == "scandir":
+        (tmp_path / name).mkdir()
+    told = pytest.raises(InputError, match=f"^--data {tmp_path / name}: Permission denied")
+    with monkeypatch.context() as patch, nullcontext() if of_root else told:
+        patch.setattr(os, call, denied)
+        data.find_files(replace(CONFIG, data=[str(tmp_path)]))
 
 
 def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):

@@ -30,6 +30,7 @@ _LIKE_LINES = re.compile(rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruct
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"BZh", b"\xfd7zXZ")  # gzip, zstd, zip, bzip2, xz
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HIDDEN = (".", "lost+found")  # begins of names in --data; that one is of the file system, and only root may enter it
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
 MOST_TOKEN = MANY - 1  # a larger number is no token: no vocabulary is so large
 ENCODED_AT_ONCE = 256  # documents
@@ -285,14 +286,22 @@ def _files(name: str, config: TrainConfig) -> list[Path]:
         raise InputError(f"--data {path}: a pipe or a device, which is read once; write its content to a file first")
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
-    out = Path(config.out).resolve()
-    found, entered = list[Path](), set[str]()
-    for folder, below, files in os.walk(path, followlinks=True):
-        real = os.path.realpath(folder)
-        below[:] = () if real in entered else sorted(each for each in below if not each.startswith("."))
-        found += [Path(folder, each) for each in files if real not in entered and not each.startswith(".")]
-        entered.add(real)
-    return sorted((f for f in found if f.is_file() and out not in f.resolve().parents), key=Path.as_posix)
+    out = os.path.realpath(config.out)
+    found, entered, faults = list[Path](), {out}, list[OSError]()
+    try:
+        for folder, below, files in os.walk(path, onerror=faults.append, followlinks=True):
+            real = os.path.realpath(folder)
+            below[:] = () if real in entered else sorted(each for each in below if not each.startswith(HIDDEN))
+            found += [Path(folder, each) for each in files if real not in entered and not each.startswith(HIDDEN)]
+            entered.add(real)
+        if faults:
+            raise faults[0]
+        found = [file for file in found if Path(out) not in Path(os.path.realpath(file)).parents]
+        if gone := next((file for file in found if file.is_symlink() and not file.exists()), None):
+            raise InputError(f"--data {gone}: a link to nothing; is its disk mounted?")
+        return sorted((file for file in found if file.is_file()), key=Path.as_posix)
+    except OSError as error:
+        raise InputError(f"--data {error.filename}: {error.strerror}") from None
 
 
 def byte_tokenizer() -> Any:
