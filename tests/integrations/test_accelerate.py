@@ -1,13 +1,18 @@
 """demopt.integrations.accelerate: save_state and load_state, with a file per rank."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import demopt
 import problems
 import ranks
+from demopt.exchange import liveness
 from forked import accelerate_rank
 
 pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
@@ -17,9 +22,9 @@ from accelerate import Accelerator
 from demopt.integrations.accelerate import register
 
 
-def _built():
+def _built(accelerator=None):
     """Also a model of two layers, one trained by LocalDeMo, one by DeMo, as Accelerate has prepared them."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerator or Accelerator(cpu=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     local = demopt.LocalDeMo(torch.optim.AdamW(model[0].parameters(), lr=0.1), sync_every=2)
@@ -110,3 +115,56 @@ def test_a_state_loaded_after_load_state_failed_is_not_replaced_by_the_one_that_
         accelerator.load_state(tmp_path)
     optimizer.load_state_dict(fresh)
     assert not int(optimizer.optimizer.replicator.round_number)
+
+
+def test_an_accelerator_lets_freed_optimizers_go_and_resumes_those_that_it_has(tmp_path):
+    accelerator, _, optimizers = _built()
+    freed = [weakref.ref(optimizer.optimizer) for optimizer in optimizers]
+    accelerator.free_memory()
+    _, model, kept = _built(accelerator)
+    for _ in range(2):  # the first are still held here at first
+        assert register(accelerator, kept[0]) is kept[0].optimizer, "the second time changes nothing"
+        _train(model, kept, range(2), 0)
+        accelerator.save_state(tmp_path)
+        assert {path.name for path in tmp_path.glob("demopt*")} == {f"demopt{n}_rank0_of_1.pt" for n in range(2)}
+        marks = _train(model, kept, range(2, 5), 0)
+        for resumed in ((accelerator, model, kept), _built()):
+            resumed[0].load_state(tmp_path)
+            assert _train(*resumed[1:], range(2, 5), 0) == marks
+        optimizers = None
+        gc.collect()
+    assert [each() for each in freed] == [None, None]
+
+
+@ranks.each(2)
+def test_save_state_on_the_main_process_alone_names_itself_and_deletes_nothing(rank, tmp_path):
+    liveness.ANSWER_SECONDS = 60.0
+    with accelerate_rank(rank, 2):
+        accelerator, model, optimizers = _built()
+        _train(model, optimizers, range(2), rank)
+        accelerator.save_state(tmp_path)
+        if rank == 0:
+            told = r"rank 0 .*called accelerator\.save_state\(\), and rank 1 .*of 2 went on without"
+            with pytest.raises(demopt.ExchangeError, match=told):
+                accelerator.save_state(tmp_path)
+        marks = _train(model, optimizers, range(2, 4), rank)
+        assert len([*tmp_path.glob("demopt*")]) == 4
+        return marks
+
+
+def test_hooks_and_models_whose_states_have_other_names_save_the_global_weights(tmp_path):
+    accelerator, seen = Accelerator(cpu=True), []
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 2)))  # whose state leaves out a part of its names
+    accelerator.register_save_state_pre_hook(
+        lambda *_: seen.extend(each.detach().clone() for each in model.parameters())
+    )
+    local = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=0.1), sync_every=2)
+    register(accelerator, accelerator.prepare(model, local)[1])
+    problems.set_gradients(model.parameters(), 0, 0)
+    local.step()
+    accelerator.save_state(tmp_path)
+    with local.shared():
+        shown = [weight.detach().clone() for weight in model.parameters()]
+    assert not any(map(torch.equal, shown, model.parameters()))
+    for saved in (seen, load_file(tmp_path / "model.safetensors").values()):
+        assert all(any(torch.equal(each, other) for other in saved) for each in shown)

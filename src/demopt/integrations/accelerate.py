@@ -1,18 +1,19 @@
 """Accelerate: `accelerator.save_state` and `load_state` with every rank's momentum."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
 
-from demopt.integrations import require_demo
+from demopt.integrations import require_demo, unwrapped
 from demopt.optim.local_demo import LocalDeMo
 from demopt.state import load_file, reshard
 
-_registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+#: The optimizers of an Accelerator, in the order of `register`, each with the state that it is about to load.
+_registered: WeakKeyDictionary[Accelerator, WeakKeyDictionary[Any, list[dict[str, Any]]]] = WeakKeyDictionary()
 
 
 def register(accelerator: Accelerator, optimizer: Any) -> Any:
@@ -33,54 +34,64 @@ def register(accelerator: Accelerator, optimizer: Any) -> Any:
     TypeError if the optimizer is another one, ValueError if it was not prepared.
     """
     plain = require_demo(optimizer, "after demopt.unsync", "without DeMo, leave out demopt.unsync and register")
-    if not any(optimizer is each or plain is each.optimizer for each in accelerator._optimizers):
+    if not any(plain is unwrapped(each) for each in accelerator._optimizers):
         raise ValueError(
             f"the {type(plain).__name__} was not prepared, and accelerator.load_state would leave it as it is; give it "
             "to accelerator.prepare, and then to register"
         )
-    number = _registered[accelerator] = _registered.get(accelerator, -1) + 1
-    found: list[dict[str, Any]] = []  # of this rank, inside load_state: the optimizer loads it in place of rank 0's
-    load_state = accelerator.load_state
-
-    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
-        if accelerator.is_local_main_process:
-            for path in Path(folder).glob(_name(number, "*", "*")):  # of an earlier checkpoint in this folder
-                path.unlink(missing_ok=True)
-        accelerator.wait_for_everyone()
-        torch.save(plain.own_state_dict(), Path(folder, _name(number, *plain.replicator.rank_and_size)))
-        if isinstance(plain, LocalDeMo):
-            _show_global(plain, models, weights)
-
-    def load(*given: Any) -> None:
-        found[:] = _own(given[-1], number, *plain.replicator.rank_and_size)
-
-    def load_state_and_forget(*args: Any, **kwargs: Any) -> None:
-        try:
-            load_state(*args, **kwargs)
-        finally:
-            found.clear()  # it may have failed before the optimizer's turn, and then another state may be loaded
-
-    accelerator.load_state = load_state_and_forget
+    if accelerator not in _registered:
+        _registered[accelerator] = WeakKeyDictionary()
+        _cover(accelerator)
+    if plain not in _registered[accelerator]:
+        found = _registered[accelerator][plain] = []
+        plain.register_load_state_dict_pre_hook(lambda *given: found.pop() if found else given[-1])
     if isinstance(plain, LocalDeMo):
         plain.warns_of_saving = False  # Accelerate saves rank 0's state, too, which nobody loads
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-    plain.register_load_state_dict_pre_hook(lambda *given: found.pop() if found else given[-1])
     return plain
 
 
-def _show_global(optimizer: LocalDeMo, models: list[nn.Module], weights: list[dict[str, Tensor]]) -> None:
-    """Replaces local weights by the global ones in the states of models that Accelerate is about to write."""
-    mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    with optimizer.shared():
-        shown = {parameter: parameter.detach().clone() for parameter in mine}
-    for model, state in zip(models, weights, strict=False):  # FSDP and DeepSpeed have none here
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter in shown and name in state:
-                state[name] = shown[parameter]
+def _cover(accelerator: Accelerator) -> None:
+    """Makes `save_state` and `load_state` cover the registered optimizers that the Accelerator still has."""
+    save_state, load_state = accelerator.save_state, accelerator.load_state
+
+    def listed() -> list[Any]:  # without those of an attempt before, as after `free_memory`
+        prepared = [*map(unwrapped, accelerator._optimizers)]
+        return [plain for plain in _registered[accelerator] if any(plain is each for each in prepared)]
+
+    def save_state_of_all(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as shared:
+            for plain in listed():
+                plain.replicator.session.exchange.await_all("accelerator.save_state()")
+                if isinstance(plain, LocalDeMo):
+                    shared.enter_context(plain.shared())
+            return save_state(*args, **kwargs)
+
+    def save(*given: Any) -> None:
+        folder = Path(given[-1])
+        if accelerator.is_local_main_process:
+            for path in folder.glob(_name("*", "*", "*")):  # of an earlier checkpoint in this folder
+                path.unlink(missing_ok=True)
+        accelerator.wait_for_everyone()
+        for number, plain in enumerate(listed()):
+            torch.save(plain.own_state_dict(), folder / _name(number, *plain.replicator.rank_and_size))
+
+    def load_state_of_all(*args: Any, **kwargs: Any) -> None:
+        try:
+            load_state(*args, **kwargs)
+        finally:
+            for found in _registered[accelerator].values():
+                found.clear()  # it may have failed before the optimizer's turn, and then another state may be loaded
+
+    def load(*given: Any) -> None:
+        for number, plain in enumerate(listed()):  # which loads it in place of rank 0's
+            _registered[accelerator][plain][:] = _own(given[-1], number, *plain.replicator.rank_and_size)
+
+    accelerator.save_state, accelerator.load_state = save_state_of_all, load_state_of_all
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
-def _name(number: int, rank: int | str, world_size: int | str) -> str:
+def _name(number: int | str, rank: int | str, world_size: int | str) -> str:
     """Returns the name of a rank's file; `number` counts the optimizers of an Accelerator."""
     return f"demopt{number}_rank{rank}_of_{world_size}.pt"
 
