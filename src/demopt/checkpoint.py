@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from demopt.errors import first_line
-from demopt.exchange.dtensor import placed_as, shard_of, to_local
+from demopt.exchange.dtensor import cut_of, placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.rounds import VaryingExchange
@@ -133,8 +133,8 @@ class OptimizerState:
         shards = dict.fromkeys(shard for shard in map(shard_of, parameters) if shard[1] > 1)
         own = f"rank{rank}.shard{'_'.join(str(number) for number, _ in shards) or 0}"
         found = {"world_size": world_size, "param_groups": state["param_groups"]}
-        for number in range(len(parameters)):
-            found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}))
+        for number, parameter in enumerate(parameters):
+            found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}), cut=cut_of(parameter))
         if isinstance(self._optimizer.replicator.session.process_group, VaryingExchange):
             found["folder"] = _Entry(state.get("folder", {}))
         return found
@@ -184,6 +184,10 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
     if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
         return {}
     match vars(entry) if isinstance(entry, _Entry) else entry:
+        case {"cut": str() as cut} if like is not None and cut != cut_of(like):
+            raise ValueError(
+                f"the checkpoint's shards are {cut or 'whole'}, those here {cut_of(like) or 'whole'}; {_SHARDS}"
+            )
         case {"values": Mapping() as values, "sharded": list() as sharded}:
             placed = sharded if like is not None else ()  # None: of a parameter too many, which is told later
             return {name: placed_as(value, like) if name in placed else value for name, value in values.items()}
@@ -193,19 +197,19 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
 class _Entry:
     """A rank's state of one parameter. DCP pickles it when it writes it, so that no more than that is copied.
 
-    In the file it is a mapping of tensors, numbers and text: "values", and in "sharded" the names of those that are
-    shards of DTensors, saved as they lie here.
+    In the file it is a mapping of tensors, numbers and text: "values"; in "sharded" the names of those that are shards
+    of DTensors, saved as they lie here; and in "cut" how the parameter is cut into shards, unless it is of early 0.3.0.
     """
 
-    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = ()) -> None:
-        self.values, self.sharded = values, [*sharded]
+    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = (), cut: str | None = None) -> None:
+        self.values, self.sharded, self.cut = values, [*sharded], cut
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
-        return _Entry(*self._as_saved())
+        return _Entry(*self._as_saved(), self.cut)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values, sharded = self._as_saved()
-        return OrderedDict, ((("values", values), ("sharded", sharded)),)  # no dict: `weights_only` builds none
+        values, sharded = self._as_saved()  # no dict: `weights_only` builds none
+        return OrderedDict, ((("values", values), ("sharded", sharded), ("cut", self.cut)),)
 
     def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
         local = {

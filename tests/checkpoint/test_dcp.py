@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import demopt
 import problems
@@ -143,6 +145,31 @@ def test_dcp_says_that_another_number_of_shards_cannot_load(kind, before, now, t
     ranks.run(_sharded, 2, kind, folder, True, before)
     told = [str(outcome.error) for outcome in ranks.outcomes(_sharded, 2, kind, folder, False, now)]
     assert all("the number of shards inside a node must be that of the checkpoint" in each for each in told), told
+
+
+def _cut(rank, world_size, kind, folder, cuts, save):
+    """Saves a matrix in four shards, or loads it into shards of the same shapes."""
+    sizes = (1, 2, 2) if len(cuts) == 2 else (1, 4)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "a", "b")[: len(sizes)])
+    inside = mesh["a", "b"] if len(cuts) == 2 else mesh["a"]
+    parameter = nn.Parameter(distribute_tensor(problems.draw((16, 16), 0), inside, cuts))
+    optimizer = carriers.build(kind, parameters=[parameter], process_group=mesh["replicate"])
+    parameter.grad = distribute_tensor(problems.draw((16, 16), 1), inside, cuts)
+    optimizer.step()
+    state = {"optimizer": OptimizerState(optimizer)}
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_dcp_refuses_as_many_shards_of_the_same_shapes_that_are_cut_otherwise(kind, tmp_path):
+    saved, other = [Shard(0)], [_StridedShard(0, split_factor=2), Shard(0)]  # FSDP2; FSDP2 over tensor parallelism
+    ranks.run(_cut, 4, kind, str(tmp_path / "a"), saved, True)
+    ranks.run(_cut, 4, kind, str(tmp_path / "a"), saved, False)
+    told = [str(outcome.error) for outcome in ranks.outcomes(_cut, 4, kind, str(tmp_path / "a"), other, False)]
+    assert all("the checkpoint's shards are Shard(0, 1) over 4, those here StridedShard(0, 2)" in each for each in told)
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])

@@ -311,3 +311,38 @@ def test_loaded_state_of_shards_may_be_loaded_again():
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert torch.equal(moments, kept)
+
+
+@problems.NEEDS_MUON
+@ranks.each(2)
+def test_muon_adamw_trains_a_model_of_which_tensor_parallelism_cuts_a_part():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "tensor"))
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16))
+    parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.01), sync_every=1, process_group=mesh["replicate"])
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.stats.kept > 0
+
+
+def _file(rank, world_size, folder, save):
+    """Trains a sharded layer and saves a file per rank, or goes on from `reshard` of those of another world."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
+    optimizer = LocalDeMo(torch.optim.AdamW(model.parameters()), 2, process_group=mesh["replicate"])
+    if not save:
+        files = [torch.load(folder / f"{2 * old + rank % 2}", weights_only=True) for old in range(3 - world_size // 2)]
+        optimizer.load_state_dict(demopt.reshard(files, world_size // 2)[rank // 2])
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(problems.draw((4, 8), rank)).square().sum().backward()
+        optimizer.step()
+    if save:
+        torch.save(optimizer.state_dict(), folder / f"{rank}")
+
+
+@pytest.mark.parametrize("before", [4, 2])
+def test_files_of_shards_train_on_among_more_or_fewer_nodes(before, tmp_path):
+    ranks.run(_file, before, tmp_path, True)
+    ranks.run(_file, 6 - before, tmp_path, False)

@@ -87,7 +87,7 @@ def shard_as(whole: Tensor, like: Any) -> Tensor:
     mesh = like.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     found: Tensor = replicated.redistribute(placements=like.placements).to_local()
-    return found
+    return found.to(to_local(like).device)  # FSDP2 may offload it, and a mesh has one type of device
 
 
 def _placements(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
@@ -119,6 +119,18 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
             shard = shard * mesh.size(number) + mesh.get_local_rank(number)
             count *= mesh.size(number)
     return shard, count
+
+
+def cut_of(tensor: Tensor) -> str:
+    """Returns how a DTensor is cut into shards, the same on meshes that differ only in its copies; empty if it is not.
+
+    Ranks may have as many shards of the same shapes with other content, as of FSDP2 alone and over tensor parallelism.
+    """
+    cuts = [(n, mesh, placement) for mesh, n, placement in _placements(tensor) if hasattr(placement, "dim")]
+    return ", ".join(
+        f"{type(cut).__name__.strip('_')}({cut.dim}, {getattr(cut, 'split_factor', 1)}) over {mesh.size(n)}"
+        for n, mesh, cut in cuts
+    )
 
 
 def shard_groups(tensors: Iterable[Tensor]) -> dict[Any, str]:

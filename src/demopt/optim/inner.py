@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_apart, check_parameters
 from demopt.errors import first_line
-from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
+from demopt.exchange.dtensor import is_made_of_others, placed_as, shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.session import varies
@@ -211,11 +212,14 @@ class InnerOptimizers:
         entries = {n: {name: value for name, value in held.items() if name not in added} for n, held in state.items()}
         # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
 
-        def apart(value: Any) -> Any:
+        def apart(value: Any, like: Any) -> Any:
+            if hasattr(value, "placements") and value.placements == getattr(like, "placements", ()):
+                return placed_as(value.to_local().clone(), like)  # it may be on a mesh of another world
             copied = hasattr(value, "placements") or (isinstance(value, Tensor) and not is_made_of_others(value))
             return value.clone() if copied else value
 
-        entries = tree_map(apart, entries)
+        parameters = [parameter for group in self.groups for parameter in group["params"]]
+        entries = {n: tree_map(partial(apart, like=parameters[n]), held) for n, held in entries.items()}
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
