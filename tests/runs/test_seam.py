@@ -61,7 +61,6 @@ def test_message_that_others_would_refuse_is_refused_at_the_sender_and_nothing_i
         ({"patience": "long"}, "patience is 'long'; give a number"),
         ({"settings": {"x": object()}}, "settings cannot be written as JSON"),
         ({"settings": [1]}, r"settings is \[1\]; give a dict"),
-        ({"timeout": 60}, "FolderExchange has no argument timeout; late is the seconds for workers, pat"),
         ({"keep_log": 1}, "keep_log is 1; give True or False"),
     ],
 )

@@ -109,11 +109,7 @@ class FolderExchange(VaryingExchange):
         checkpoint_every: int = 20,
         keep_log: bool = False,
         settings: dict[str, Any] | None = None,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            meant = "late is the seconds for workers, patience those for the storage"
-            raise TypeError(f"FolderExchange has no argument {', '.join(unknown)}; {meant}")
         super().__init__(SingleRank())
         self.late = late
         every = check_count("checkpoint_every", checkpoint_every, high=log.MOST_ROUNDS)  # joining workers refuse more
