@@ -218,8 +218,9 @@ class InnerOptimizers:
             copied = hasattr(value, "placements") or (isinstance(value, Tensor) and not is_made_of_others(value))
             return value.clone() if copied else value
 
-        parameters = [parameter for group in self.groups for parameter in group["params"]]
-        entries = {n: tree_map(partial(apart, like=parameters[n]), held) for n, held in entries.items()}
+        numbers = [number for group in groups for number in group["params"]]  # or names
+        of = dict(zip(numbers, (p for group in self.groups for p in group["params"]), strict=False))
+        entries = {number: tree_map(partial(apart, like=of.get(number)), held) for number, held in entries.items()}
         first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:

@@ -249,7 +249,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         self._before_change("finish_round")
         self._let_begin()
-        if self._rounds.in_step:  # in a folder the round itself joins
+        if self._rounds.in_step:  # in a folder a worker joins before its steps
             self._join()
         self._round()
         if last:
