@@ -184,10 +184,8 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
     if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
         return {}
     match vars(entry) if isinstance(entry, _Entry) else entry:
-        case {"cut": str() as cut} if like is not None and cut != cut_of(like):
-            raise ValueError(
-                f"the checkpoint's shards are {cut or 'whole'}, those here {cut_of(like) or 'whole'}; {_SHARDS}"
-            )
+        case {"cut": str() as cut} if cut and like is not None and cut != (here := cut_of(like)):
+            raise ValueError(f"the checkpoint's shards are {cut}, those here {here or 'whole'}; {_SHARDS}")
         case {"values": Mapping() as values, "sharded": list() as sharded}:
             placed = sharded if like is not None else ()  # None: of a parameter too many, which is told later
             return {name: placed_as(value, like) if name in placed else value for name, value in values.items()}
@@ -198,18 +196,19 @@ class _Entry:
     """A rank's state of one parameter. DCP pickles it when it writes it, so that no more than that is copied.
 
     In the file it is a mapping of tensors, numbers and text: "values"; in "sharded" the names of those that are shards
-    of DTensors, saved as they lie here; and in "cut" how the parameter is cut into shards, unless it is of early 0.3.0.
+    of DTensors, saved as they lie here; and in "cut", of a sharded parameter, how it is cut.
     """
 
-    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = (), cut: str | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = (), cut: str = "") -> None:
         self.values, self.sharded, self.cut = values, [*sharded], cut
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
         return _Entry(*self._as_saved(), self.cut)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values, sharded = self._as_saved()  # no dict: `weights_only` builds none
-        return OrderedDict, ((("values", values), ("sharded", sharded), ("cut", self.cut)),)
+        values, sharded = self._as_saved()
+        cut = (("cut", self.cut),) if self.cut else ()
+        return OrderedDict, ((("values", values), ("sharded", sharded), *cut),)  # no dict: `weights_only` builds none
 
     def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
         local = {
