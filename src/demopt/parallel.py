@@ -69,7 +69,7 @@ def unsync(model: M) -> M:
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None) -> None:
-    """Gives all ranks the buffers of rank `src`, such as BatchNorm's running statistics, in one broadcast a device.
+    """Gives all ranks the buffers of rank `src`, such as BatchNorm's running statistics, in one broadcast.
 
     Call it on all ranks, before evaluating or saving. `process_group`: as in `DeMo`; None: all ranks. SettingsError if
     the ranks have other buffers.
@@ -90,20 +90,17 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     check_alike(exchange, {f"buffer {name}": form for name, form in forms.items()}, where)
     for name, fault in faults.items():  # now on all ranks
         raise TypeError(f"buffer {name} is {fault}; only dense ones can be sent")
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for buffer in named.values():
-        if buffer.numel():
-            by_device.setdefault(buffer.device, []).append(buffer)
-    for buffers in by_device.values():
-        parts = [byte_view(buffer) for buffer in buffers]
-        everything = torch.cat(parts)
-        exchange.broadcast(everything, src)
-        for buffer, part in zip(buffers, everything.split([len(part) for part in parts]), strict=True):
-            value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned
-            if 0 in buffer.stride():  # as after `expand`, where elements share memory
-                buffer.data = value
-            else:
-                buffer.copy_(value)
+    if not (buffers := [buffer for buffer in named.values() if buffer.numel()]):
+        return
+    parts = [byte_view(buffer).to(where) for buffer in buffers]  # other ranks may have them on other devices
+    everything = torch.cat(parts)
+    exchange.broadcast(everything, src)
+    for buffer, part in zip(buffers, everything.split([len(part) for part in parts]), strict=True):
+        value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned
+        if 0 in buffer.stride():  # as after `expand`, where elements share memory
+            buffer.data = value.to(buffer.device)
+        else:
+            buffer.copy_(value)
 
 
 def _fault(buffer: Tensor) -> str:

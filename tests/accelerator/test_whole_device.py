@@ -308,6 +308,15 @@ def test_buffers_of_an_accelerator_are_broadcast(rank):
     assert [*model.running_mean.cpu(), model.num_batches_tracked] == [2.0, 2.0, 2.0, 0.0]
 
 
+@toy.each(2)
+def test_buffers_on_one_device_of_a_rank_and_on_two_of_another_are_broadcast(rank):
+    model = nn.Sequential(nn.BatchNorm1d(3).to("toy"), nn.BatchNorm1d(3).to("cpu" if rank else "toy"))
+    for each in model:
+        each.running_mean.fill_(float(rank + 1))
+    demopt.broadcast_buffers(model, src=1)
+    assert [each.running_mean.cpu().tolist() for each in model] == [[2.0] * 3] * 2
+
+
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
 @toy.each(1)
 def test_dcp_moves_a_state_between_accelerator_and_cpu(case, tmp_path):
