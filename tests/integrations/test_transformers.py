@@ -1,6 +1,9 @@
 """demopt.integrations.transformers: the callback alone; examples/hf_trainer.py trains and resumes with it."""
 
+import os
 import warnings
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from forked import accelerate_rank
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
 
+import transformers.integrations
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+from transformers.trainer_utils import HPSearchBackend
 
 from demopt.integrations.transformers import DeMoCallback
 
@@ -178,3 +183,57 @@ def test_trainer_resumes_exactly_after_an_evaluation_that_failed(rank, tmp_path)
         resumed, trainer = weights(), trainer_of()
         trainer.train()
     assert torch.equal(resumed, weights())
+
+
+def _trainer(folder, rank, kind, callbacks=(), **arguments):
+    """A Trainer, on a machine with a folder of its own, that saves after two of four steps and at the end."""
+    rows = torch.randint(32, (24, 16), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in rows]
+    arguments = TrainingArguments(
+        folder / str(rank), max_steps=4, per_device_train_batch_size=1, report_to="none", use_cpu=True, save_steps=2,
+        disable_tqdm=True, eval_steps=2, learning_rate=0.05, **arguments,
+    )  # fmt: skip
+    model = _model()
+    data = {"train_dataset": rows, "eval_dataset": rows[:4]}
+    return Trainer(model, arguments, **data, optimizers=(kind(model), None), callbacks=[*callbacks, DeMoCallback()])
+
+
+def _demo(model):
+    return demopt.DeMo(model.parameters(), lr=0.05)
+
+
+def _local_demo(model):
+    return demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=3)
+
+
+@pytest.mark.parametrize("kind", [_demo, _local_demo])
+@pytest.mark.parametrize("first_is_best", [True, False])  # then rank 1 has its folder, without weights, or none
+@ranks.each(2)
+def test_best_checkpoint_of_one_machine_is_loaded_on_all(rank, kind, first_is_best, tmp_path):
+    with accelerate_rank(rank, 2), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rank 0 received")
+        metric = {"metric_for_best_model": "step", "greater_is_better": not first_is_best}
+        trainer = _trainer(tmp_path, rank, kind, eval_strategy="steps", load_best_model_at_end=True, **metric)
+        trainer.compute_metrics = lambda _: {"step": trainer.state.global_step}
+        trainer.train()
+    best = tmp_path / "0" / f"checkpoint-{2 if first_is_best else 4}"
+    assert (trainer.state.best_model_checkpoint is None) == (rank == 1 and not first_is_best)
+    saved, weights = load_file(best / "model.safetensors"), trainer.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in saved.items())
+    return trainer.optimizer.optimizer.fingerprint()
+
+
+@pytest.mark.parametrize("trial", [None, SimpleNamespace(number=7, params={})])
+@ranks.each(2)
+def test_optimizer_of_each_node_is_saved_with_all_ranks_states_at_once_also_in_a_search(rank, trial, tmp_path):
+    seen, checkpoint = [], tmp_path / str(rank) / ("run-7" if trial else "") / "checkpoint-2"
+    other = TrainerCallback()
+    other.on_save = lambda *_, **__: seen.append(torch.load(checkpoint / "optimizer.pt"))
+    nodes = mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    found = mock.patch.object(transformers.integrations, "hp_params", return_value={})  # which imports optuna
+    with accelerate_rank(rank, 2), nodes, found, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rank . received")
+        trainer = _trainer(tmp_path, rank, _local_demo, [other], save_on_each_node=True)
+        trainer.hp_search_backend, trainer.hp_space, trainer.hp_name = HPSearchBackend.OPTUNA, lambda _: {}, None
+        trainer.train(trial=trial)
+    assert [[*state["ranks"]] for state in seen] == [[0, 1]] * 2

@@ -2,16 +2,14 @@
 
 import gc
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME
-from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerCallback
 
+from demopt.exchange.interface import gather_values
 from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
@@ -24,17 +22,18 @@ class DeMoCallback(TrainerCallback):
         Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
 
     When training begins, it stops dense gradient synchronisation (`demopt.unsync`). The Trainer then evaluates and
-    saves the global weights of a LocalDeMo; with delay=1 the round in flight is applied before. After each save,
-    `optimizer.pt` gets all ranks' states in place of rank 0's, so that resuming restores each rank. When training ends,
-    a last round makes the weights of all ranks equal, unless the best checkpoint was loaded. TypeError if the Trainer
-    has another optimizer, such as its default AdamW; ValueError with `enable_jit_checkpoint`.
+    saves the global weights of a LocalDeMo; with delay=1 the round in flight is applied before. `optimizer.pt` gets all
+    ranks' states in place of rank 0's, so that resuming restores each rank. When training ends, a last round makes the
+    weights of all ranks equal, unless the best checkpoint was loaded: then ranks without a folder of it take those of
+    the first that has one. TypeError if the Trainer has another optimizer, such as its default AdamW; ValueError with
+    `enable_jit_checkpoint`.
     """
 
     def __init__(self) -> None:
         self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
         self._unhook = ExitStack()
         self._first = TrainerCallback()  # comes before others, such as wandb's, which may export the final model
-        self._first.on_train_end = self.on_train_end  # which changes nothing the second time
+        self._first.on_train_end = self._end
         self._last = TrainerCallback()  # comes after the user's callbacks, which may decide to save or evaluate
         vars(self._last).update(dict.fromkeys(("on_step_end", "on_epoch_end", "on_log"), self.on_step_end))
 
@@ -43,12 +42,14 @@ class DeMoCallback(TrainerCallback):
         if getattr(args, "enable_jit_checkpoint", False):
             raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")
         unsync(parts["model"])
-        # Callbacks get the model inside its wrappers, and have no reference to these, or to the Trainer's handler.
+        # Callbacks get the model inside its wrappers, and have no reference to these, or to the Trainer.
         for each in gc.get_objects():
             if type(each) is DistributedDataParallel and each.module is parts["model"]:
                 unsync(each)
-            elif type(each) is CallbackHandler and self in each.callbacks and self._last not in each.callbacks:
-                each.callbacks = [self._first, *each.callbacks, self._last]
+            elif issubclass(type(each), Trainer) and self in _callbacks(each):
+                each._save_optimizer_and_scheduler = partial(self._save, each)
+                if self._last not in _callbacks(each):
+                    each.callback_handler.callbacks = [self._first, *_callbacks(each), self._last]
         if isinstance(optimizer, LocalDeMo):
             self._unhook.close()  # of a training before, which may have failed
             self._unhook.callback(optimizer.register_load_state_dict_pre_hook(self._leave).remove)
@@ -69,22 +70,26 @@ class DeMoCallback(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def _end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Runs the last round; the best checkpoint, if it was loaded, replaces the weights instead."""
-        optimizer = _checked(parts["optimizer"])
-        if not isinstance(optimizer, LocalDeMo):
-            return
-        weights = optimizer._weights
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        optimizer, best = _checked(parts["optimizer"]), state.best_model_checkpoint
+        is_local, loaded = isinstance(optimizer, LocalDeMo), [False]
+        if args.load_best_model_at_end:  # a folder of another machine's checkpoint may be absent, or have no weights
+            mine = best is not None and any(Path(best).glob("*model*"))
+            loaded = _gathered(optimizer, mine)
+        if is_local and any(loaded):
+            weights = optimizer._weights
             self._leave(optimizer)
-            best = [each.detach().clone() for each in weights.parameters]
+            kept = [each.detach().clone() for each in weights.parameters]
             optimizer.flush()
-            weights.take(best)
+            weights.take(kept)
             weights.adopt()
-            return
-        self._shared.close()
-        if optimizer.local_steps or optimizer.replicator.in_flight:
-            optimizer.finish_round(last=True)
+        elif is_local:
+            self._shared.close()
+            if optimizer.local_steps or optimizer.replicator.in_flight:
+                optimizer.finish_round(last=True)
+        if any(loaded) and not all(loaded):
+            optimizer.resync(loaded.index(True), **({"model": True} if is_local else {}))
 
     def _leave(self, optimizer: Any, *_: Any) -> None:
         """Ends `shared()`, such as of an evaluation that failed; a checkpoint that was loaded inside it stays."""
@@ -94,14 +99,26 @@ class DeMoCallback(TrainerCallback):
             self._shared.close()
             weights.adopt()
 
-    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""
-        if not args.save_only_model:
-            optimizer = _checked(parts["optimizer"])
-            optimizer.consolidate_state_dict()
-            if args.should_save:
-                folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-                torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
+    def _save(self, trainer: Any, folder: str) -> None:
+        """Stands for the Trainer's method, which all ranks call: those that write get all ranks' states first."""
+        optimizer, kept = _checked(trainer.optimizer), None
+        writes = _gathered(optimizer, trainer.args.should_save) if trainer.args.save_on_each_node else [True]
+        for rank, needs_all in enumerate(writes):
+            if needs_all:
+                optimizer.consolidate_state_dict(rank)
+                kept = optimizer._all_states or kept
+        optimizer._all_states = kept
+        type(trainer)._save_optimizer_and_scheduler(trainer, folder)
+
+
+def _callbacks(trainer: Any) -> list[Any]:
+    """Returns those of a Trainer; none of one whose constructor has failed."""
+    handler = vars(trainer).get("callback_handler")
+    return handler.callbacks if handler else []
+
+
+def _gathered(optimizer: Any, value: bool) -> list[bool]:
+    return gather_values(optimizer.replicator.session.exchange, value, optimizer.replicator.wiring().device)
 
 
 def _checked(optimizer: Any) -> Any:
