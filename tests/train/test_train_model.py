@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from train_runs import STEPS, as_killed, metrics, once, resume, resume_as
 
 import forked
-from demopt.train import data
+from demopt.train import data, loop
 from demopt.train.config import InputError, TrainConfig, assemble, resolve
 from demopt.train.data import load_corpus, load_tokenizer
 from demopt.train.model import begin, save
@@ -33,17 +34,27 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def dropping(tmp_path_factory, base):
+    """The same with dropout, as GPT-2 has it."""
+    folder = shutil.copytree(base, tmp_path_factory.mktemp("dropping") / "model")
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"attention_dropout": 0.3}))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def chats(tmp_path_factory):
     return save_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
 
 
 @pytest.fixture(scope="session")
-def tuned(tmp_path_factory, base, text, chats):
+def tuned(tmp_path_factory, base, dropping, text, chats):
     """tuned(case): the folder of a whole run, to read only."""
     cases = {
         "all": ("--model", base, "--data", text),
         "lora": ("--model", base, "--lora", "2", "--merge", "--data", chats),
         "ddp": ("--model", base, "--lora", "2", "--optimizer", "adamw", "--data", chats),
+        "dropout": ("--model", dropping, "--data", text),
     }
     return lambda case: once(tmp_path_factory, f"tuned-{case}", lambda out: tune(out, *cases[case]))[0]
 
@@ -76,9 +87,23 @@ def test_model_in_memory_does_not_change_with_its_files(base, tmp_path):
     assert torch.equal(model(torch.arange(40).view(2, 20)).logits, logits(base))
 
 
-@pytest.mark.parametrize("case", ["all", "lora", "ddp"])
+@pytest.mark.parametrize("case", ["all", "lora", "ddp", "dropout"])
 def test_tuning_killed_after_step_11_resumes_bit_for_bit(case, tuned, tmp_path):
     resume_as(tuned(case), as_killed(tuned(case), tmp_path / "run"))
+
+
+def test_dropout_is_another_one_in_each_step_on_each_worker_and_with_each_seed(monkeypatch):
+    def first(seed=0, step=1, stream=0):
+        drawn, config = [], TrainConfig(seed=seed, lr=1.0)
+        training = Mock(config=config, number=step, stream=stream, part=0.0, take_step=Mock(side_effect=EOFError))
+        monkeypatch.setattr(loop, "_gradient", lambda *_: drawn.append(torch.rand(()).item()))
+        with pytest.raises(EOFError):
+            loop.train_steps(training)
+        return drawn[0]
+
+    monkeypatch.setattr(loop, "validation_windows", Mock())
+    assert first() == first()
+    assert len({first(), first(seed=1), first(step=2), first(stream=1)}) == 4
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft and transformers disagree

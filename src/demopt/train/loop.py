@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +62,11 @@ class Training(ABC):
     @abstractmethod
     def part(self) -> float | None:
         """With --epochs, the part of the run's sequences that is read."""
+
+    @property
+    @abstractmethod
+    def stream(self) -> int:
+        """Which random numbers are this worker's."""
 
     @abstractmethod
     def draw(self) -> Windows:
@@ -165,6 +171,9 @@ def train_steps(training: Training) -> None:
     began = time.perf_counter()
     while drawn := training.draw():
         step, lr = training.number, learning_rate(config, training.number, training.part)
+        # Of dropout: a step after --resume has those that it would have had, and no two workers have the same.
+        seed = np.random.SeedSequence((config.seed, step, training.stream)).generate_state(1, np.uint64)
+        torch.manual_seed(int(seed[0]))
         computing = time.perf_counter()
         loss = _gradient(training, lr, drawn)
         computing = time.perf_counter() - computing

@@ -66,6 +66,10 @@ class Connected(Training):
     def part(self) -> float | None:
         return self.tokens // (self.config.sequence or 1) / self._total if self._total else None
 
+    @property
+    def stream(self) -> int:
+        return self.team.rank
+
     def draw(self) -> Windows:
         if self._stopped or self.ended:
             return []

@@ -196,6 +196,10 @@ class Worker(Training):
         reading = self.run.decided.reading if self.run.decided else None
         return reading.position / reading.total if reading and self.run.total else None
 
+    @property
+    def stream(self) -> int:
+        return zlib.crc32(self.run.worker.encode())
+
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
         config, out, run = self.config, self.out, self.run
@@ -261,8 +265,7 @@ class Worker(Training):
             if not run.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
-                stream = zlib.crc32(run.worker.encode())
-                drawn = [batch(train, config, part, stream, size=each) for part, each in parts]
+                drawn = [batch(train, config, part, self.stream, size=each) for part, each in parts]
                 self.drawn += len(drawn)
                 return drawn
             self._want()
