@@ -648,11 +648,14 @@ def test_parameter_that_begins_to_train_beside_a_round_in_flight_is_in_each_stat
     assert "error" in optimizer.own_state_dict()["state"][0]
 
 
-def test_defaults_are_those_that_all_inner_optimizers_have():
+def test_schedulers_cycle_momentum_where_the_first_inner_optimizer_has_it_and_betas_where_all_have_them():
     first, second = (problems.parameters([(4, 4)]) for _ in range(2))
-    optimizer = LocalDeMo([torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(second, lr=0.1)])
-    with pytest.raises(ValueError, match="momentum"):  # torch's, where it would cycle only one's
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    sgd, adamw = torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(second, lr=0.1)
+    cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
+    cycle(LocalDeMo([sgd, adamw]))
+    assert sgd.param_groups[0]["momentum"] == pytest.approx(0.95)
+    with pytest.raises(ValueError, match="momentum"):
+        cycle(LocalDeMo([adamw, sgd]))
 
 
 def test_weights_loaded_after_an_own_fresh_state_as_accelerate_loads_one_are_the_global_ones():

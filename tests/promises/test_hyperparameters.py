@@ -208,6 +208,7 @@ def test_arrays_are_refused_as_settings_by_name():
 def test_demo_says_that_it_wants_parameters_where_a_model_came(given):
     with pytest.raises(TypeError, match=rf"params is a {type(given).__name__}; give parameters, such as model\.param"):
         DeMo(given)
+    assert len(DeMo(torch.nn.ParameterList([torch.zeros(2)])).param_groups[0]["params"]) == 1  # as of torch's
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """LocalDeMo through a store: the same bits for all, exact joining and replay, nothing lost or counted twice."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -834,28 +835,42 @@ def test_process_waits_at_its_end_for_an_upload_and_for_no_request():
     Worker(store, 0, checkpoint_every=1).round(2)
     assert waited == {False}
     script = """
-import time, torch
+import threading, time, torch
 from demopt import FolderExchange, LocalDeMo
 from demopt.runs.store import ObjectStore
 
 class Slow(ObjectStore):
     def put_if_absent(self, name, data):
-        time.sleep(0.3 if name == "checkpoints/00000001" else 0.0)
-        put = super().put_if_absent(name, data)
-        print(name)
-        return put
+        if name == "checkpoints/00000001":
+            ended.wait()
+            time.sleep(0.3)
+            print("uploaded")
+        return super().put_if_absent(name, data)
 
+ended = threading.Event()
 p = torch.nn.Parameter(torch.ones(4, 4))
 run = FolderExchange(Slow(), checkpoint_every=1)
 optimizer = LocalDeMo(torch.optim.SGD([p], lr=0.1), sync_every=1, process_group=run)
 p.grad = torch.ones(4, 4)
 optimizer.step()
 print("end")
+ended.set()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    said = done.stdout.split()
-    assert said.index("end") < said.index("checkpoints/00000001")
-    assert done.stderr == ""
+    assert (done.stdout.split(), done.stderr) == (["end", "uploaded"], "")
+
+
+def test_many_requests_at_once_take_few_threads_and_each_is_answered():
+    run, seen = FolderExchange(ObjectStore()), set()
+
+    def call(number):
+        seen.add(threading.active_count())
+        return number
+
+    before = threading.active_count()
+    for _ in range(20):
+        assert run.together([functools.partial(call, number) for number in range(100)]) == [*range(100)]
+    assert max(seen) <= before + 8
 
 
 def test_error_of_an_upload_that_is_no_stores_is_raised_also_after_later_uploads():

@@ -184,10 +184,14 @@ def test_endpoint_that_is_none_is_named(endpoint, monkeypatch):
 
 @pytest.mark.parametrize("value", ["key\r", "key\n", " key", "k\x07ey"])
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT"])
-def test_credential_with_the_end_of_a_line_is_named(name, value, monkeypatch):
+def test_credential_with_the_end_of_a_line_is_named_where_it_is_used(name, value, monkeypatch):
+    used, other = ("s3", "az") if name.startswith("AWS") else ("az", "s3")
+    for each in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT"):
+        monkeypatch.setenv(each, "x")
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} begins or ends with a space or has unprintable letters"):
-        open_store("s3://bucket/run")
+        open_store(f"{used}://bucket/run")
+    open_store(f"{other}://bucket/run")
 
 
 def test_azure_takes_the_names_of_its_own_command_and_says_which_are_missing(monkeypatch):

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -69,19 +70,28 @@ class Background:
 
 
 class Daemons:
-    """Daemon threads for calls, at most `most` at a time, which no process waits for at its end."""
+    """At most `most` daemon threads for calls, which no process waits for at its end."""
 
     def __init__(self, most: int) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._free = threading.BoundedSemaphore(most)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Returns a future of `call`'s result or error."""
+        future: Future[T] = Future()
+        self._calls.put(partial(_fulfil, future, call))
+        if self._free.acquire(blocking=False):
+            in_thread(self._work)
+        return future
 
-        def run() -> T:
-            with self._free:
-                return call()
-
-        return in_thread(run)
+    def _work(self) -> None:
+        while True:
+            with suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait()()
+            self._free.release()
+            if self._calls.empty() or not self._free.acquire(blocking=False):  # a call may have come before the release
+                return
 
 
 def in_thread(call: Callable[[], T]) -> "Future[T]":

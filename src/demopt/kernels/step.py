@@ -25,7 +25,7 @@ from demopt.kernels.gate import address, as_contiguous, check_apart, library
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
 _STACK = 1 << 20  # bytes, in which a kernel's buffers have room
-_STARTS = threading.Lock()  # of those who change the stack size of new threads, which a process has one of
+_STARTS = threading.RLock()  # of those who change the stack size of new threads, which a process has one of
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 

@@ -101,7 +101,8 @@ class DeMo(ReplicatedOptimizer):
         **of_codec: Any,
     ) -> None:
         codec = codec_of(DeMo, of_codec, codec)
-        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        is_model = isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList)
+        if is_model or not isinstance(params, Iterable):
             raise TypeError(f"params is a {type(params).__name__}; give parameters, such as model.parameters()")
         defaults = {
             "lr": lr, "momentum_decay": momentum_decay, "alpha": alpha, "top_k": top_k, "update": update,

@@ -138,8 +138,11 @@ class LocalDeMo(ReplicatedOptimizer):
         }
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
-        others = [each.defaults for each in self.inner]  # schedulers look for momentum here
-        self.defaults = {k: value for k, value in others[0].items() if all(k in each for each in others)}
+        self.defaults = dict(
+            self.inner[0].defaults
+        )  # schedulers look for momentum here, and cycle `betas` of all groups
+        if not all("betas" in each.defaults for each in self.inner):
+            self.defaults.pop("betas", None)
         where = None if state_device is None else torch.device("cpu")
         if where is not None and str(state_device) != "cpu":
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")

@@ -574,8 +574,6 @@ class FolderExchange(VaryingExchange):
     def later(self, call: Callable[[], None]) -> None:
         """Uploads in the background, such as a checkpoint, one after the other; an error is reported."""
         earlier = self._upload
-        if earlier is None:
-            atexit.register(_wait_for_uploads, weakref.ref(self))
 
         def run() -> None:
             try:
@@ -586,6 +584,8 @@ class FolderExchange(VaryingExchange):
                 earlier.result()  # an error of another kind, for `wait_for_uploads`
 
         self._upload = self._uploads.submit(run)
+        if earlier is None:  # after the thread's own: what is registered last runs first
+            atexit.register(_wait_for_uploads, weakref.ref(self))
 
     @property
     def is_uploading(self) -> bool:

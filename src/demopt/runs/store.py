@@ -276,7 +276,8 @@ def open_store(address: str) -> Store:
         if not re.match(r"https?://[^/]", os.environ.get(name) or "http://x"):
             raise ValueError(f"{name} is {os.environ[name]!r}; wanted http://HOST:PORT or https://HOST")
     for name, value in os.environ.items():  # as of a file with Windows' ends of lines, which the client panics at
-        if name.startswith(("AWS_", "AZURE_")) and not (value == value.strip() and value.isprintable()):
+        is_read = name.startswith({"s3": "AWS_", "az": "AZURE_STORAGE_"}.get(scheme, "="))
+        if is_read and not (value == value.strip() and value.isprintable()):
             raise ValueError(f"{name} begins or ends with a space or has unprintable letters; set it anew")
     kinds = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
     bucket, _, prefix = path.partition("/")
