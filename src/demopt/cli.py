@@ -139,10 +139,13 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
 
 def _train(config: "TrainConfig") -> int:
     """Train a fresh decoder, or a model on disk, over a slow network; leave a model of transformers."""
-    from demopt.train.config import resolve
+    from demopt.train.config import InputError, resolve
 
     config = resolve(config)  # mistakes come before anything is said to start
-    rank, size, host, port = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    places = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, size, host, port = places.values()
+    if rank and (absent := ", ".join(name for name, value in places.items() if not value)):
+        raise InputError(f"RANK is set, as by torchrun, but not {absent}; start the workers by torchrun, or unset RANK")
     if rank in (None, "0"):  # importing torch takes seconds: print something first
         text = ", ".join(config.data) or "the text of Python's standard library"
         workers = f"starting {config.workers} worker{'s' * (config.workers > 1)}"

@@ -19,7 +19,7 @@ import forked
 from demopt.codec.hyperparameters import Codec
 from demopt.errors import DemoptError
 from demopt.train import checkpoint, team
-from demopt.train.config import InputError, TrainConfig
+from demopt.train.config import InputError, TrainConfig, checkpoints_in
 from demopt.train.out import OutFolder
 from demopt.train.team import Team, stop_on_signals
 
@@ -250,6 +250,13 @@ def test_files_folders_and_links_of_the_user_beside_checkpoints_are_left_and_not
         assert apart(save, tmp_path, step) == 0
     assert {path.name for path in folder.iterdir()} == kept - {"step-00000001"} | {"step-00000002", "step-00000003"}
     assert checkpoint.whole(folder)[-1].name == "step-00000003"
+
+
+def test_checkpoints_are_in_the_order_of_their_steps_also_of_more_digits(tmp_path):
+    steps = ["99999998", "99999999", "100000000", "1000000000"]
+    for name in (*steps, "0100000001", "7"):
+        (tmp_path / f"step-{name}").mkdir()
+    assert [path.name for path in checkpoints_in(tmp_path)] == [f"step-{step}" for step in steps]
 
 
 def test_metrics_go_on_after_a_line_that_was_left_half_and_without_those_that_are_no_rows(tmp_path, finished):

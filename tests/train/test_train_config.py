@@ -138,6 +138,7 @@ def test_every_optimizer_is_built_at_rate_1_times_its_factors(optimizer, kind, f
     [
         (["--steps", "0"], "--steps is 0; it must be greater than or equal to 1"),
         (["--lr", "nan"], "--lr is nan; it must be a finite number"),
+        (["--sync-every", "99999999999999999999"], "; it must be less than or equal to 1000000000000"),
         (["--layers", "1000000000"], "--layers is 1000000000; it must be less than or equal to 10000"),
         (["--workers", f"1{'0' * 400}"], "it must be less than or equal to 1000000000000"),
         (["--run", "a\udcff"], r"--run is 'a\udcff': not utf-8"),
@@ -180,6 +181,16 @@ def test_address_is_no_path_that_this_machine_could_refuse(monkeypatch):
     with monkeypatch.context() as windows:
         windows.setattr(os, "stat", Mock(side_effect=OSError(errno.EINVAL, "The filename syntax is incorrect")))
         check_paths({"run": "s3://bucket/mine"})
+
+
+@pytest.mark.parametrize("name", ["out", "data", "model", "tokenizer"])
+def test_folder_that_may_not_be_entered_is_told(name, tmp_path, monkeypatch):
+    given = {name: [str(tmp_path)] if name == "data" else str(tmp_path)}
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path) and mode == os.X_OK)
+    for resume in {False, name == "out"}:
+        with pytest.raises(InputError, match=f"^--{name} {tmp_path}: Permission denied$"):
+            assemble({**given, "resume": resume})
+    config_of(given, elsewhere=True)
 
 
 def test_paths_of_a_run_of_another_machine_may_be_where_nobody_may_look_here(monkeypatch):
@@ -421,6 +432,18 @@ def test_under_torchrun_a_run_in_a_folder_is_refused_after_the_address_of_the_fi
     with pytest.raises(SharedInputError, match="--run needs no torchrun"):
         cli._train(TrainConfig(run="folder"))
     assert "waiting for all 2 workers at 10.0.0.1:29500 ..." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1"}])
+def test_rank_that_nobody_has_set_for_a_run_is_told(given, monkeypatch):
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", **given}.items():
+        monkeypatch.setenv(name, value)
+    absent = ", ".join(name for name in names if name not in given)
+    with pytest.raises(InputError, match=f"^RANK is set, as by torchrun, but not {absent}; start .*, or unset RANK$"):
+        cli._train(TrainConfig())
 
 
 def test_mistyped_command_and_flags_of_other_programs_are_answered_with_those_meant(command):

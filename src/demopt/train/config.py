@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class TrainConfig:
         None, "muon (and adamw), signum, sgd, nesterov, lion, adamw. Default: muon.", fits=("demo",)
     )
 
-    sync_every: int = local(5, "Local steps per round.", ge=1)
+    sync_every: int = local(5, "Local steps per round.", ge=1, le=10**12)
     error_decay: float | None = local(None, "Fraction of the error that a round leaves. Default: 0.9, with top-k 0.5.")
     outer_lr: float = local(1.0, "Factor on the mean pseudo-gradient of a round.")
     outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
@@ -241,8 +242,10 @@ def check_paths(settings: Given, elsewhere: bool = False) -> None:
                 continue
             try:
                 path.encode()
-                if name != "run" or "://" not in path:  # an address: Windows does not even look for such a name
-                    os.stat(path)
+                if name == "run" and "://" in path:  # an address: Windows does not even look for such a name
+                    continue
+                if stat.S_ISDIR(os.stat(path).st_mode) and not (elsewhere or os.access(path, os.X_OK)):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -274,8 +277,9 @@ def read_file(path: Path) -> Given:
 
 def checkpoints_in(folder: Path) -> dict[Path, bool]:
     """Returns a run's checkpoints, oldest first, and whether each is whole; links and all else are the user's."""
-    found = sorted(folder.glob("step-" + "[0-9]" * 8))
-    return {each: (each / LAST_FILE).exists() for each in found if each.is_dir() and not each.is_symlink()}
+    found = [each for each in folder.glob("step-*") if re.fullmatch("step-([0-9]{8}|[1-9][0-9]{8,})", each.name)]
+    ours = [each for each in found if each.is_dir() and not each.is_symlink()]
+    return {each: (each / LAST_FILE).exists() for each in sorted(ours, key=lambda each: int(each.name[5:]))}
 
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
