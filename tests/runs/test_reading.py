@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from unittest.mock import Mock
 
 import hypothesis
 import pytest
@@ -21,6 +22,8 @@ from demopt.runs import log
 from demopt.runs.reading import Reading, Reads, count
 from demopt.runs.stop import put_stop
 from demopt.runs.store import ObjectStore, Store
+from demopt.train.config import TrainConfig
+from demopt.train.runs import worker as trainers
 
 TOTAL = 24
 
@@ -94,6 +97,15 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
             future.result()
     assert len(futures) == 3
     assert read == Counter(dict.fromkeys(range(101), 2))
+
+
+def test_worker_whose_rounds_have_more_sequences_than_there_are_numbers_wants_all():
+    worker = Worker(ObjectStore(), 0, sync_every=10**20)
+    assert len(next(iter(demopt.RunSampler(worker.optimizer, 24, batch=2)))) == 2
+    assert worker.run.held == 22
+    trainer = Mock(config=TrainConfig(sync_every=10**12), batch_of=lambda _: 10**11)
+    trainers.Worker._want(trainer)
+    assert trainer.run.wanted == (1 << 62) - 1
 
 
 def test_state_knows_what_its_local_steps_have_read():

@@ -41,7 +41,7 @@ from demopt.runs.open_round import (
     renamed,
     tensor_of,
 )
-from demopt.runs.reading import Reading, Reads
+from demopt.runs.reading import MOST_NUMBER, Reading, Reads
 from demopt.runs.stop import StopWish
 from demopt.runs.store import RECORD, Patient, Store, open_store
 from demopt.runs.weights import FolderRounds, SavedWorker
@@ -324,7 +324,7 @@ class FolderExchange(VaryingExchange):
     def _reads(self) -> Reads | None:
         """Returns what the next message says of this worker's data; None where nobody asks which to read."""
         theirs = self._reading
-        total, wanted = (check_count(name, getattr(self, name), 0, (1 << 62) - 1) for name in ("total", "wanted"))
+        total, wanted = (check_count(name, getattr(self, name), 0, MOST_NUMBER) for name in ("total", "wanted"))
         if not total:
             return None
         if theirs and theirs.total != total:

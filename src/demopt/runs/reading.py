@@ -17,6 +17,7 @@ import torch
 
 from demopt.errors import MessageError
 
+MOST_NUMBER = (1 << 62) - 1  # and at most so many
 Span = tuple[int, int]  # first number, and the one after the last
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.reading import sequence_at
+from demopt.runs.reading import MOST_NUMBER, sequence_at
 from demopt.validation import check_count
 
 
@@ -60,7 +60,7 @@ class RunSampler:
     def __iter__(self) -> Iterator[list[int]]:
         optimizer, run = self.optimizer, self.run
         ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
-        run.wanted = self.batch * optimizer.sync_every * ahead
+        run.wanted = min(self.batch * optimizer.sync_every * ahead, MOST_NUMBER)
         optimizer.join()
         while not (run.is_over or run.leaving):
             numbers = run.take(self.batch)

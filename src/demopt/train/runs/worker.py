@@ -21,6 +21,7 @@ from demopt.replicator.replicator import Stats
 from demopt.runs import log
 from demopt.runs.checkpoints import weights_digest
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.reading import MOST_NUMBER
 from demopt.runs.store import full
 from demopt.state import load_file
 from demopt.train.config import (
@@ -312,7 +313,7 @@ class Worker(Training):
     def _want(self) -> None:
         """Says how many sequences this worker wants to hold: those of a round, with delay of two."""
         ahead = 2 if self.optimizer.replicator.options.background else 1
-        self.run.wanted = self.batch_of(self.run.worker) * self.config.sync_every * ahead
+        self.run.wanted = min(self.batch_of(self.run.worker) * self.config.sync_every * ahead, MOST_NUMBER)
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round; returns its cost. `loss`: of the step."""
