@@ -168,7 +168,7 @@ def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, lau
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     torch.set_num_threads(1)  # as torchrun does
-    module, *words = command
+    module, *words = (word for word in command if word != "-P")  # of `python`
     try:
         with mock.patch.multiple(os, _exit=sys.exit, getppid=lambda: launcher):  # which waits for an answer
             if module == "-m":

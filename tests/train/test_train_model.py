@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import shutil
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,6 +17,7 @@ import forked
 from demopt.train import data, loop
 from demopt.train.config import InputError, TrainConfig, assemble, resolve
 from demopt.train.data import load_corpus, load_tokenizer
+from demopt.train.method import activations_of
 from demopt.train.model import begin, save
 from models import save_chats, save_tiny
 
@@ -205,6 +208,30 @@ def test_model_that_cannot_be_trained_so_is_refused_before_it_trains(kind, setti
     for device in ("meta", "cpu"):
         with torch.device(device), pytest.raises(InputError, match=told) if told else contextlib.nullcontext():
             begin(resolve(TrainConfig(model=str(tmp_path), device="cpu", **settings)))
+
+
+def test_model_with_fewer_rows_than_tokens_is_refused(base):
+    """As one of images and text may be, whose config.json leaves out its vocabulary."""
+    config = resolve(TrainConfig(model=str(base)))
+    with pytest.raises(InputError, match="its embedding has 256 rows, and the tokens need 300; give its own tokenizer"):
+        begin(replace(config, vocab_size=300))
+
+
+def test_model_whose_activations_cannot_be_counted_is_passed_over_in_silence(tmp_path, caplog):
+    import transformers
+
+    shape = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=64, num_local_experts=4, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    try:
+        assert activations_of(resolve(TrainConfig(model=str(tmp_path))), torch.device("cpu")) >= 0
+    finally:
+        log.removeHandler(caplog.handler)
+    assert (caplog.text, log.disabled) == ("", False)
 
 
 def test_settings_of_fresh_models_and_adapters_without_a_model_are_refused(base):

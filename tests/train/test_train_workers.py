@@ -75,6 +75,17 @@ def test_workers_that_cannot_be_started_are_told_in_one_line(error, tmp_path, mo
         launch.train(resolve(TrainConfig(out=str(tmp_path))))
 
 
+@pytest.mark.parametrize("is_path", [False, True])
+def test_workers_import_from_the_current_folder_only_if_the_launcher_does(is_path, tmp_path, monkeypatch):
+    launched = Mock()
+    monkeypatch.setattr(launch, "elastic_launch", launched)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())] + [""] * is_path)
+    launch.train(resolve(TrainConfig(out=str(tmp_path))))
+    words = launched.return_value.call_args.args
+    assert ("-P" in words) == (not is_path and sys.version_info >= (3, 11))
+    assert words[-4:-2] == ("-m", "demopt.train.worker")
+
+
 def test_more_workers_than_the_memory_has_room_for_are_refused_before_any_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "elastic_launch", Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=r"^--workers is 1000000; such processes take 200.0 TB before they train"):

@@ -57,9 +57,11 @@ def train(config: TrainConfig) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle="SIGQUIT",  # `stop_on_signals` handles the others
         )  # fmt: skip
+        # What is in the current folder is no module for the workers either, unless it is for this process.
+        safe = ["-P"] if sys.version_info >= (3, 11) and not {"", os.getcwd()} & {*sys.path} else []
         with stop_on_signals(Path(scratch, STOP).touch) as received:
             try:
-                elastic_launch(how, sys.executable)("-m", "demopt.train.worker", str(settings), str(os.getpid()))
+                elastic_launch(how, sys.executable)(*safe, "-m", "demopt.train.worker", str(settings), str(os.getpid()))
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
             except SignalException as error:

@@ -1,6 +1,7 @@
 """A run's optimizer (LocalDeMo, DeMo, or AdamW with DDP), the cost of its steps, and a worker's memory."""
 
 import importlib.util
+import logging
 import math
 import os
 from collections.abc import Iterable
@@ -126,6 +127,8 @@ def activations_of(config: TrainConfig, device: torch.device) -> int:
 
     with torch.device("meta"):
         model = build(config)
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it would print the traceback of what cannot be counted
+    log.disabled = True
     try:
         casts = torch.autocast("cpu", torch.bfloat16, enabled=autocasts(config, device))
         with FakeTensorMode(allow_non_fake_inputs=True), casts:
@@ -139,6 +142,8 @@ def activations_of(config: TrainConfig, device: torch.device) -> int:
             return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     except Exception:  # an architecture looks at contents, which are not there
         return 0
+    finally:
+        log.disabled = False
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

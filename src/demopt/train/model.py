@@ -32,6 +32,10 @@ def begin(config: TrainConfig) -> tuple[TrainConfig, nn.Module]:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and (config.sequence or 0) > longest and _learns_positions(model, longest):
         raise InputError(f"--sequence is {config.sequence}, and --model {config.model} has {longest} positions")
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if rows and rows < (config.vocab_size or 0):
+        told = f"its embedding has {rows:,} rows, and the tokens need {config.vocab_size:,}; give its own tokenizer"
+        raise InputError(f"--model {config.model}: {told}")
     if model.device.type != "meta":
         config = dataclasses.replace(config, model_digest=_same_digest(config, model))
     if not (config.lora and config.device != "cpu" and torch.cuda.is_available()):
