@@ -161,7 +161,17 @@ def test_error_is_worded_as_on_its_page(quote):
 
 
 LAUNCH = ROOT / "examples" / "launch"
+LAUNCHED = re.compile(r"""demopt\.cli,? train,? (.*?)\]?\n|RUN_FLAGS=["'](.*?)["']""")
 SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--threads", "1"]
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in LAUNCH.iterdir()))
+def test_launch_file_gives_flags_that_train_takes(file):
+    command, text = build_app().commands["train"], (LAUNCH / file).read_text(encoding="utf-8")
+    found = [shlex.split(" ".join(flags).replace(",", " ")) for flags in LAUNCHED.findall(text)]
+    assert any(found)
+    for words in found:
+        command.make_context("train", [word for word in words if word != "${flags[@]}"])
 
 
 def _snippets(document):
