@@ -605,16 +605,14 @@ def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_th
     assert (run.decided.round, optimizer.weights_differ) == (0, False)
 
 
-def test_weights_that_become_wider_than_their_global_ones_are_refused_and_narrower_ones_are_not():
-    refused = pytest.raises(
-        RuntimeError, match=r"torch\.float64, its global weights are torch\.float32: build LocalDeMo"
-    )
-    for dtype, wanted in ((torch.float64, refused), (torch.bfloat16, nullcontext())):
-        optimizer = problems.local()
-        for parameter in problems.all_parameters(optimizer):
-            parameter.data = parameter.data.to(dtype)
-        with wanted:
-            optimizer.step()
+def test_global_weights_become_as_wide_as_the_weights_so_that_small_steps_count():
+    parameter = Parameter(torch.ones(2, 2))
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2)
+    parameter.data = parameter.data.double()
+    for _ in range(100):
+        parameter.grad = torch.full((2, 2), 1e-9, dtype=torch.float64)
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 1 - 1e-7, dtype=torch.float64), rtol=0, atol=2e-8)
 
 
 def test_group_put_into_the_list_of_groups_trains():

@@ -72,20 +72,17 @@ class LocalWeights(Follower):
         for local, global_weight in self.global_of.items():
             if global_weight.requires_grad != local.requires_grad:
                 global_weight.requires_grad_(local.requires_grad)
+            if (wide := torch.promote_types(local.dtype, global_weight.dtype)) != global_weight.dtype:
+                global_weight.data = global_weight.data.to(wide)  # as after model.double(): D may be as small
         return len(wanted) > len(known)
 
     def require_unmoved(self) -> None:
-        """Raises an error if a parameter has another device, shape or wider dtype than its global one."""
+        """Raises an error if a parameter has another device or shape than its global weights were created for."""
         for local, global_weight in self.global_of.items():
             if self._state_device is None and global_weight.device != local.device:
                 raise RuntimeError(
                     f"a parameter is on {local.device}, its global weights are on {global_weight.device}: build "
                     "LocalDeMo after model.to(device)"
-                )
-            if torch.promote_types(local.dtype, global_weight.dtype) != global_weight.dtype:
-                raise RuntimeError(
-                    f"a parameter is {local.dtype}, its global weights are {global_weight.dtype}: build LocalDeMo "
-                    "after model.to(dtype)"
                 )
             if global_weight.shape != local.shape:
                 position = [*map(id, self.parameters)].index(id(local))
