@@ -69,9 +69,9 @@ class LoadPlanner(DefaultLoadPlanner):
             prefix, rank, rest = match["prefix"], int(match["rank"]), match["rest"]
             world_size = self.state_dict[f"{prefix}world_size"]  # the optimizer's: the file is not read yet
             old_size = next(old for old in itertools.count() if f"{prefix}rank{old}{rest}" not in in_file)
-            if not old_size and f"{prefix}rank0.shard0.0" in in_file and match["shard"] != "0":
-                raise ValueError(f"the checkpoint has nothing of shard {match['shard']}: {_SHARDS}")
             if not old_size:
+                if f"{prefix}rank0.shard0.0" in in_file and match["shard"] != "0":
+                    raise ValueError(f"the checkpoint has nothing of shard {match['shard']}: {_SHARDS}")
                 continue  # DCP says what the file lacks
             for old in overlaps(rank, world_size, old_size):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry

@@ -1,4 +1,4 @@
-"""Calls on other threads: in order on one, so that a message travels while its rank computes; or each on its own."""
+"""Calls on other threads: in order on one, while its rank computes; on a few; or each on its own."""
 
 import atexit
 import queue

@@ -96,6 +96,11 @@ def _placements(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
         yield tensor.device_mesh, number, placement  # type: ignore[attr-defined]
 
 
+def _cuts(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
+    """Yields those that cut it into shards; `is_shard` is False for FSDP2 over tensor parallelism."""
+    return (each for each in _placements(tensor) if hasattr(each[-1], "dim"))
+
+
 def sharded_over(tensor: Tensor) -> frozenset[int]:
     """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded."""
     ranks: set[int] = set()
@@ -114,10 +119,9 @@ def groups_of_copies(tensor: Tensor) -> list[Any]:
 def shard_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the number of this process's shard of a DTensor, and how many shards there are."""
     shard, count = 0, 1
-    for mesh, number, placement in _placements(tensor):
-        if hasattr(placement, "dim"):  # `is_shard` is False for FSDP2 over tensor parallelism
-            shard = shard * mesh.size(number) + mesh.get_local_rank(number)
-            count *= mesh.size(number)
+    for mesh, number, _ in _cuts(tensor):
+        shard = shard * mesh.size(number) + mesh.get_local_rank(number)
+        count *= mesh.size(number)
     return shard, count
 
 
@@ -126,10 +130,9 @@ def cut_of(tensor: Tensor) -> str:
 
     Ranks may have as many shards of the same shapes with other content, as of FSDP2 alone and over tensor parallelism.
     """
-    cuts = [(n, mesh, placement) for mesh, n, placement in _placements(tensor) if hasattr(placement, "dim")]
     return ", ".join(
-        f"{type(cut).__name__.strip('_')}({cut.dim}, {getattr(cut, 'split_factor', 1)}) over {mesh.size(n)}"
-        for n, mesh, cut in cuts
+        f"{type(cut).__name__.strip('_')}({cut.dim}, {getattr(cut, 'split_factor', 1)}) over {mesh.size(number)}"
+        for mesh, number, cut in _cuts(tensor)
     )
 
 
@@ -137,9 +140,8 @@ def shard_groups(tensors: Iterable[Tensor]) -> dict[Any, str]:
     """Returns the process groups of the ranks that hold shards of the same DTensors, each with its type of device."""
     groups = {}
     for tensor in tensors:
-        for mesh, number, placement in _placements(tensor):
-            if hasattr(placement, "dim"):
-                groups[mesh.get_group(number)] = mesh.device_type
+        for mesh, number, _ in _cuts(tensor):
+            groups[mesh.get_group(number)] = mesh.device_type
     return groups
 
 

@@ -138,9 +138,8 @@ class LocalDeMo(ReplicatedOptimizer):
         }
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
-        self.defaults = dict(
-            self.inner[0].defaults
-        )  # schedulers look for momentum here, and cycle `betas` of all groups
+        # Schedulers look for momentum here; those that find `betas` cycle them in all groups.
+        self.defaults = dict(self.inner[0].defaults)
         if not all("betas" in each.defaults for each in self.inner):
             self.defaults.pop("betas", None)
         where = None if state_device is None else torch.device("cpu")
@@ -274,7 +273,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @unrecorded
     def exchange(self, message: Tensor) -> Tensor:
-        if self.replicator.round is not None:
+        if self.replicator.round is not None:  # its handshake compares what trains; frozen weights are compared here
             self._join()
         return super().exchange(message)
 

@@ -189,8 +189,8 @@ class LocalWeights(Follower):
                 if current.stage == "sent":
                     assert current.local_weights is not None
                     self._rebase(dict(zip(self.global_of, current.local_weights, strict=True)))
-                before_it = {} if current.stage == "sent" else self.start_of
-                self.start_of = {**self._copies(self.global_of.keys()), **self._kept_starts(current, before_it)}
+                kept = self._kept_starts(current, {} if current.stage == "sent" else self.start_of)
+                self.start_of = {**self._copies(self.global_of.keys()), **kept}
         except BaseException:  # as of a device without memory for them: D is in the error, and so leaves them here
             self.adopt()
             raise

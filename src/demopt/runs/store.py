@@ -275,9 +275,9 @@ def open_store(address: str) -> Store:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         if not re.match(r"https?://[^/]", os.environ.get(name) or "http://x"):
             raise ValueError(f"{name} is {os.environ[name]!r}; wanted http://HOST:PORT or https://HOST")
+    read = {"s3": "AWS_", "az": "AZURE_STORAGE_"}.get(scheme)
     for name, value in os.environ.items():  # as of a file with Windows' ends of lines, which the client panics at
-        is_read = name.startswith({"s3": "AWS_", "az": "AZURE_STORAGE_"}.get(scheme, "="))
-        if is_read and not (value == value.strip() and value.isprintable()):
+        if read and name.startswith(read) and not (value == value.strip() and value.isprintable()):
             raise ValueError(f"{name} begins or ends with a space or has unprintable letters; set it anew")
     kinds = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
     bucket, _, prefix = path.partition("/")

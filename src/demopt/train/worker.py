@@ -215,9 +215,8 @@ def _introduce(training: Connected) -> None:
     config, corpus, team, model = training.config, training.corpus, training.team, training.model
     size, report, resumed = team.world_size, training.report, training.resumed
     report.say(corpus.about)
-    trains = (
-        f"{config.model or config.preset}: {count_parameters(model):,} parameters train; {size} x {team.device.type}"
-    )
+    name, count = config.model or config.preset, count_parameters(model)
+    trains = f"{name}: {count:,} parameters train; {size} x {team.device.type}"
     report.say(f"{trains}; {f'going on after step {resumed.step}' if resumed else length(config, corpus)}")
     report.say_memory(model, training.optimizer, team.device)
     if size == 1:
