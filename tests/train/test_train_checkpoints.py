@@ -82,6 +82,14 @@ def test_only_ctrl_c_stops_at_once_what_is_stopping(monkeypatch):
     assert (ended, told) == ([130], ["stopping after this step; Ctrl-C now stops at once", "stopped at once"])
 
 
+def test_signal_that_comes_while_the_first_is_handled_leaves_the_word_of_the_stop(monkeypatch):
+    told, more = [], [signal.SIGTERM]
+    monkeypatch.setattr(team, "tell", told.append)
+    with stop_on_signals(lambda: signal.raise_signal(more.pop()) if more else None):
+        signal.raise_signal(signal.SIGTERM)
+    assert told == ["stopping after this step; Ctrl-C now stops at once"]
+
+
 def test_signal_that_is_ignored_as_under_nohup_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_on_signals():

@@ -123,9 +123,8 @@ def muon_adamw(
     if rest:
         # Where a weight and its state lie differently in memory, such as after a change to channels_last, torch's fused
         # AdamW takes the wrong elements on a CPU, and says nothing. It takes either plain tensors or DTensors.
-        is_mixed = len({hasattr(p, "placements") for p in rest}) > 1
-        fused = rest[0].device.type in ("cpu", "cuda") and all(p.dim() < 4 and p.is_contiguous() for p in rest)
-        fused = fused and not is_mixed
+        is_mixed, device = len({hasattr(p, "placements") for p in rest}) > 1, rest[0].device.type
+        fused = not is_mixed and device in ("cpu", "cuda") and all(p.dim() < 4 and p.is_contiguous() for p in rest)
         found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused))
     return found
 

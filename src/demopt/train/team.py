@@ -134,11 +134,12 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        is_first = not received  # read before another signal may come in here
         received.append(number)
         request()
         # SIGTERM or SIGHUP comes twice for one wish: from `timeout`, or from a service manager and from torchrun.
-        at_once = len(received) > 1 and signal.SIGINT in received
-        if os.environ.get("RANK", "0") == "0" and (at_once or len(received) == 1):
+        at_once = not is_first and signal.SIGINT in received
+        if os.environ.get("RANK", "0") == "0" and (at_once or is_first):
             tell("stopped at once" if at_once else f"stopping after {after}; Ctrl-C now stops at once")
         if at_once:
             os._exit(128 + number)
