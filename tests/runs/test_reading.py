@@ -16,7 +16,7 @@ from test_protocol import ACTIONS, MOST, InTurns, actions_of, schedule
 from workers import Worker
 
 import demopt
-from demopt.errors import SettingsError
+from demopt.errors import ExchangeError, SettingsError
 from demopt.exchange import SingleRank
 from demopt.runs import log
 from demopt.runs.reading import Reading, Reads, count
@@ -181,6 +181,19 @@ def test_sequences_of_local_steps_that_resync_drops_are_given_out_again_and_no_l
     worker.step()
     worker.optimizer.resync()
     assert (worker.run.unsent, worker.run.take(6)) == (in_error, given[in_error:])
+
+
+def test_state_knows_what_its_error_has_read_where_the_catch_up_after_a_resync_has_failed(monkeypatch):
+    worker = Worker(ObjectStore(), 0).join()
+    worker.run.total, worker.run.wanted = 40, 6
+    worker.round()
+    given = worker.run.take(6)
+    worker.run.unsent, worker.run.in_error = 6, 2
+    worker.step()
+    monkeypatch.setattr(worker.run, "manifest", Mock(side_effect=ExchangeError("away")))
+    with pytest.raises(ExchangeError, match="away"):
+        worker.optimizer.resync()
+    assert worker.state()["folder"]["read"] == given[:2]
 
 
 @pytest.mark.parametrize("delay", [0, 1])

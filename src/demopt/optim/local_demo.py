@@ -251,7 +251,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         self._before_change("finish_round")
         self._let_begin()
-        if self._rounds.in_step:  # in a folder a worker joins before its steps
+        if not self._rounds.in_folder:  # there a worker joins before its steps
             self._join()
         self._round()
         if last:
@@ -264,7 +264,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def extract(self) -> Tensor:
         """Returns this rank's message, uint8 [B], of its pseudo-gradient. Follow it with `apply` or `rollback`."""
         self._before_change("extract")
-        if not self._rounds.in_step:
+        if self._rounds.in_folder:
             raise RuntimeError("a run in a folder takes its rounds whole: call step, or local_step and finish_round")
         self._follow_changes()
         message = self._extract(by_user=True).message
@@ -296,7 +296,7 @@ class LocalDeMo(ReplicatedOptimizer):
         Not in a folder: there a round stays open after an error, because its message may be in a manifest.
         """
         self._before_change("rollback")
-        if self._rounds.in_step:
+        if not self._rounds.in_folder:
             self.replicator.rollback()
 
     @unrecorded
@@ -315,7 +315,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
         One rank alone may enter it: it sends nothing. Before the first step these are its own weights.
         """
-        if self._weights.untouched and not self._rounds.in_step:
+        if self._weights.untouched and self._rounds.in_folder:
             self.warn_once("shared", "shared() came before join(): these are this worker's own weights, not the run's")
         return self.mistakes.unwatched(self._weights.shared)
 
@@ -335,9 +335,9 @@ class LocalDeMo(ReplicatedOptimizer):
         `model`: the weights that its model has now, such as loaded ones. ValueError in a folder: a run has its own.
         """
         self._before_change("resync")
-        if model and not self._rounds.in_step:
+        if model and self._rounds.in_folder:
             raise ValueError("a run in a folder goes on from its own weights: model=True is for ranks on connections")
-        if self._rounds.in_step:  # before local steps are dropped
+        if not self._rounds.in_folder:  # before local steps are dropped
             check_rank("src", src, self.replicator.rank_and_size[1])
         if model:
             self.mistakes.note_state(has_local_weights=False)
@@ -378,7 +378,7 @@ class LocalDeMo(ReplicatedOptimizer):
         frozen = [*parts_of(each for each in weights.parameters if each not in weights.global_of)]
         compared = weights.here(frozen)
         self.mistakes.look_at_loaded()
-        hashed = None if self._rounds.in_step else fingerprint(compared)
+        hashed = fingerprint(compared) if self._rounds.in_folder else None
         had_start = bool(weights.start_of)
         has_taken = self._rounds.join(hashed)  # a run's weights may replace the global ones; local weights then follow
         if not (had_start or replicator.is_open):  # it was held for others' moves, and none came
@@ -462,7 +462,7 @@ class LocalDeMo(ReplicatedOptimizer):
         spent = self.replicator.stats if is_retry else Stats()  # by earlier rounds of this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read
-            self._warn_unless_trained(compared=self._rounds.in_step)
+            self._warn_unless_trained(compared=not self._rounds.in_folder)
         again = True
         while again:  # late twice in a row: the error is sent at once, as much as before; D is 0 without local steps
             with self._rounds.settled():
@@ -534,7 +534,7 @@ class LocalDeMo(ReplicatedOptimizer):
         return found
 
     def _refuse_new(self) -> None:
-        if not (self._rounds.in_step or self._weights.untouched):
+        if self._rounds.in_folder and not self._weights.untouched:
             raise ValueError(
                 "a run in a folder keeps the parameters that it began with: give all to the optimizer at first, those "
                 "that train later with a learning rate of 0"
@@ -560,9 +560,9 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _facts(self) -> Facts:
         """Returns the settings that ranks must share, beyond the replicator's, as they are now."""
-        in_step, known = self._rounds.in_step, self._weights.global_of
-        shared = {"sync_every": str(self.sync_every), **self._inner.facts(None if in_step else _SCHEDULED)}
-        for number, group in enumerate(self.param_groups if in_step else ()):  # a folder's record has their weights
+        in_folder, known = self._rounds.in_folder, self._weights.global_of
+        shared = {"sync_every": str(self.sync_every), **self._inner.facts(_SCHEDULED if in_folder else None)}
+        for number, group in enumerate(() if in_folder else self.param_groups):  # a folder's record has their weights
             frozen = [place for place, parameter in enumerate(group["params"]) if parameter not in known]
             # Also of none: where one rank alone has frozen some, the difference is told by this name.
             shared[f"frozen parameters of param_groups[{number}]"] = str(frozen)

@@ -100,7 +100,7 @@ def join_results(wiring: Wiring, results: Sequence[Result]) -> Result:
 class Rounds:
     """The rounds of a fixed set of ranks: a round that fails has failed on all of them."""
 
-    in_step = True  #: whether all ranks are at the same local step
+    in_folder = False  #: whether senders vary, who may be at different local steps
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator

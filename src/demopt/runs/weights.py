@@ -107,7 +107,7 @@ class FolderRounds(Rounds):
     `moments`: see `VaryingExchange.rounds_of`.
     """
 
-    in_step = False
+    in_folder = True
 
     def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         super().__init__(replicator)
@@ -490,11 +490,12 @@ class FolderRounds(Rounds):
             message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
         elif current is not None:
             unsent, _ = run.unsent_after(current)
+        reads = run.numbers_read if self._is_behind else run.unsent_reads  # by the manifest of these weights
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
         return SavedWorker(
-            run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(run.unsent_reads),
+            run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(reads),
             sent_from=sent_from, unsent=unsent, in_message=in_message, in_error=run.in_error,
         ).entry()  # fmt: skip
 
