@@ -112,7 +112,7 @@ class Tokens:
         """Nothing goes on in the background."""
 
     def resume_round(self, message: torch.Tensor, attached: Any) -> None:
-        known = {"message": message, "attached": attached, "in_momentum": True, "outcome": None, "stage": "left open"}
+        known = {"message": message, "attached": attached, "finite": True, "outcome": None, "stage": "left open"}
         self.round = types.SimpleNamespace(header=self.header(None), **known)
 
     def clear_momentum(self) -> None:

@@ -228,6 +228,24 @@ def test_state_of_the_branch_that_the_run_went_on_from_goes_on_although_the_stor
     assert (again.rounds, again.digest) == (2, digest)
 
 
+def test_error_that_a_fork_has_dropped_loses_no_message_where_the_store_fails_then_and_is_healed(store):
+    worker = Worker(store, 0).round()
+    with patch.object(worker.run, "results_of", side_effect=ExchangeError("away")), pytest.raises(ExchangeError):
+        worker.round()
+    again, (name, shown) = (
+        Worker(store, 0, state=worker.state()),
+        (log.manifest_name(0), store.get(log.manifest_name(0), 1 << 20)),
+    )
+    stores.put(store, name, shown.replace(b'"author": "w0"', b'"author": "w9"'))
+    with patch.object(again.run, "known_manifest", side_effect=ExchangeError("away")), pytest.raises(ExchangeError):
+        again.join()
+    stores.put(store, name, shown)
+    again.join()
+    assert not any(group.momentum.any() for group in again.optimizer.replicator.wiring().chunk_groups)
+    worker.optimizer.flush()
+    assert (again.rounds, again.digest) == (2, worker.digest)
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_run_that_went_on_from_another_manifest_than_the_store_shows_is_followed_by_its_checkpoint(store, restarts):
     first = Worker(store, 0, checkpoint_every=2).round()

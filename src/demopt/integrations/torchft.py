@@ -263,7 +263,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """That of the inner optimizer, without a rank; save `manager.state_dict()` with it."""
         found = unmarked(self.inner.state_dict())
-        if self._detached is not None and self._detached.in_momentum:
+        if self._detached is not None and self._detached.finite:
             for entry in found["state"].values():
                 if "local" in entry:  # the error has D of an interrupted round: local steps count from here
                     entry |= {"start": entry["local"].clone(), "local_steps": torch.zeros_like(entry["local_steps"])}

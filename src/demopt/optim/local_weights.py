@@ -180,7 +180,7 @@ class LocalWeights(Follower):
                 self.adopt()
             return
         if before != "extracted":
-            self.start_of |= self._kept_starts(current, {})  # local is global - D since "sent"
+            self.start_of |= self._kept_starts(current, {})  # D has left the weights, but for what was not extracted
             return
         try:
             if not current.finite:  # D was dropped

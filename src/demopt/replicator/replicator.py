@@ -129,13 +129,8 @@ class Round:
 
     @property
     def finite(self) -> bool:
-        """Whether this rank's gradients were finite, and so are in the message."""
+        """Whether this rank's gradients were finite: then the momentum has them, and the message its largest part."""
         return not self.header.flags & NONFINITE
-
-    @property
-    def in_momentum(self) -> bool:
-        """Whether the momentum has the message's content; not if it was not finite."""
-        return bool(self.data)
 
 
 class Replicator:
@@ -473,7 +468,7 @@ class Replicator:
         self.require_idle("apply_missed")
         wiring, received_bytes = self.wiring(), self.stats.received_bytes + received_bytes
         stats = replace(self.stats, received_bytes=received_bytes)
-        self.round = Round(wiring, self.header(wiring), result=result, stats=stats)
+        self.round = Round(wiring, self.header(wiring), result=result, stats=stats, stage="begun")
         self.apply(result.messages)
 
     def rollback(self) -> None:

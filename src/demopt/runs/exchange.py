@@ -155,7 +155,7 @@ class FolderExchange(VaryingExchange):
         self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
-        self.numbers_read = set[int]()  # numbers that it has given out, at least those that no manifest has
+        self.given_out = set[int]()  # by `take`: numbers, at least those that no manifest has
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
         self._said = set[str]()  # what is said once
         self.wish = StopWish(self.store, self.say_once)
@@ -312,14 +312,14 @@ class FolderExchange(VaryingExchange):
 
         Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
         """
-        found = [*islice((number for number in self._holds if number not in self.numbers_read), most)]
-        self.numbers_read |= {*found}
+        found = [*islice((number for number in self._holds if number not in self.given_out), most)]
+        self.given_out |= {*found}
         return found
 
     @property
     def unsent_reads(self) -> set[int]:
-        """Those of `numbers_read` that no manifest has: the next message counts them."""
-        return self._reading.read_first(self.worker, self.numbers_read) if self._reading else set()
+        """Those of `given_out` that no manifest has: the next message counts them."""
+        return self._reading.read_first(self.worker, self.given_out) if self._reading else set()
 
     def _reads(self) -> Reads | None:
         """Returns what the next message says of this worker's data; None where nobody asks which to read."""
@@ -332,19 +332,19 @@ class FolderExchange(VaryingExchange):
                 f"the data of {self.worker} has {total:,} sequences in all epochs, that of the run in "
                 f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
-        self.numbers_read = self.unsent_reads  # those that a manifest has are never asked for again
-        return Reads(len(self.numbers_read), wanted, total)
+        self.given_out = self.unsent_reads  # those that a manifest has are never asked for again
+        return Reads(len(self.given_out), wanted, total)
 
     def drop_steps(self) -> None:
         """Notes that local steps are dropped: `take` gives out what they have read, the last that it gave, again."""
-        given = [number for number in self._holds if number in self.numbers_read]
+        given = [number for number in self._holds if number in self.given_out]
         dropped, self.unsent = self.unsent - self.in_error, self.in_error
-        self.numbers_read.difference_update(given[max(0, len(given) - dropped) :])
+        self.given_out.difference_update(given[max(0, len(given) - dropped) :])
 
     @property
     def held(self) -> int:
         """How many numbers this worker holds that `take` has not given out."""
-        return sum(number not in self.numbers_read for number in self._holds)
+        return sum(number not in self.given_out for number in self._holds)
 
     @property
     def all_read(self) -> bool:
@@ -386,7 +386,7 @@ class FolderExchange(VaryingExchange):
     def unsent_after(self, current: Round, is_listed: bool = False) -> tuple[int, int]:
         """Returns `unsent` and `in_error` after a round."""
         sequences = current.attached.unsent
-        if not current.in_momentum:  # it was not finite: its local steps are dropped, the error is as before
+        if not current.finite:  # its local steps are dropped, the error is as before
             of_local_steps = sequences - self.in_error
             return self.unsent - of_local_steps, self.in_error
         if is_listed:

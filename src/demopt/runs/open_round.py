@@ -178,7 +178,9 @@ class OpenRound:
         assert put_at is not None
         while True:
             missing, now = self.missing(), time.monotonic()
-            until = min(max([put_at, *map(self.needs_until, missing)]), max(put_at, run.wish.heard_at))
+            until = max([put_at, *map(self.needs_until, missing)])
+            if run.wish.is_heard:
+                until = min(until, max(put_at, run.wish.heard_at))
             if missing and now < until + run.late:
                 if now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")

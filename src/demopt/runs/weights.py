@@ -140,7 +140,7 @@ class FolderRounds(Rounds):
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
         started, before = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator))
         if started:
-            run.numbers_read.clear()  # of a state of another run; what is in the message of that is in the error
+            run.given_out.clear()  # of a state of another run; what is in the message of that is in the error
             run.in_error = max(run.in_error, run.restored.in_message if run.restored else 0)
             run.restored, run.sent_from = None, 0
         else:
@@ -239,7 +239,8 @@ class FolderRounds(Rounds):
         self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
         self.replicator.follower.drop_steps()
-        self.run.numbers_read.clear()  # whoever holds them reads them again
+        self.run.restored = None  # its message would leave the momentum once more
+        self.run.given_out.clear()  # whoever holds them reads them again
         self.run.unsent = self.run.in_error = self.run.left_out = 0  # nothing is left to be sent again
 
     def observe(self) -> int:
@@ -282,10 +283,10 @@ class FolderRounds(Rounds):
         After an error the round may be open, to try again: its message may be in the store by then, and count. Returns
         whether to send the message's content at once: a worker that is always late would never be in a round.
         """
-        ended = self._exchange_and_end()
+        current = self._exchange_and_end()
         if self._is_behind:
             self._catch_up()
-        return self.run.left_out > 1 and self.run.goes_on and ended.in_momentum
+        return self.run.left_out > 1 and self.run.goes_on and current.finite
 
     def _exchange_and_end(self) -> Round:
         """The same, but for the catch-up: within `join` that comes anyway. Returns the round."""
@@ -299,7 +300,7 @@ class FolderRounds(Rounds):
             self._is_behind = True
         else:
             self._end(current, messages)
-        if current.attached.envelope.leaves or self.run.stopping:
+        if not self.run.goes_on:
             self.run.take_back_hellos(self._number)
         if not self._is_behind:
             self._save_if_due()
@@ -486,11 +487,11 @@ class FolderRounds(Rounds):
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
-        if current is not None and current.in_momentum and current.message is not None:
+        if current is not None and current.finite and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
         elif current is not None:
             unsent, _ = run.unsent_after(current)
-        reads = run.numbers_read if self._is_behind else run.unsent_reads  # by the manifest of these weights
+        reads = run.given_out if self._is_behind else run.unsent_reads  # by the manifest of these weights
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
@@ -507,6 +508,6 @@ class FolderRounds(Rounds):
         run, self._is_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
         run.role, run.restored = ("joining" if saved else "outside"), saved
-        run.numbers_read = {*saved.read} if saved else set()
+        run.given_out = {*saved.read} if saved else set()
         run.unsent, run.in_error = (saved.unsent, saved.in_error) if saved else (0, 0)
         run.sent_from = saved.sent_from if saved else run.sent_from
