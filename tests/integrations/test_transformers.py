@@ -148,6 +148,48 @@ def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, str
     return seen, after
 
 
+class _Rated(Trainer):
+    """A Trainer whose loss has a parameter of its own, as some of sentence-transformers have."""
+
+    def __init__(self, model, *given, **named):
+        super().__init__(model, *given, **named)
+        self.loss = {"all": torch.nn.ModuleDict({"model": model, "scale": torch.nn.Linear(1, 1)})}
+
+    def compute_loss(self, model, inputs, *given, **named):
+        return self.loss["all"]["scale"](super().compute_loss(model, inputs, *given, **named).view(1)).sum()
+
+
+@ranks.each(2)
+def test_callback_that_comes_after_a_training_has_the_global_weights_saved_and_a_loss_without_optimizer_is_told(
+    rank, tmp_path
+):
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.arange(96).view(6, 16) % 32]
+    with accelerate_rank(rank, 2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        arguments = TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=1, report_to="none", use_cpu=True, disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        model, saves = _model(), []
+        optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
+        trainer = _Rated(model, arguments, train_dataset=rows, optimizers=(optimizer, None), callbacks=[DeMoCallback()])
+        trainer.train()
+
+        class Later(TrainerCallback):
+            def on_step_end(self, args, state, control, **parts):
+                control.should_save = state.global_step == 1
+
+            def on_save(self, *given, **parts):
+                saves.append((optimizer.local_steps, _sum(optimizer._weights.global_of.values())))
+
+        trainer.add_callback(Later())
+        trainer.train()
+        saved = _sum(load_file(tmp_path / "checkpoint-1" / "model.safetensors").values())
+    assert saves == [(1, pytest.approx(saved, rel=1e-6))]
+    texts = [str(each.message) for each in told if "no DeMo or LocalDeMo has it" in str(each.message)]
+    assert ["'scale.weight' and 1 more" in text for text in texts] == [True] * (rank == 0)
+
+
 @ranks.each(1)
 def test_trainer_resumes_exactly_after_an_evaluation_that_failed(rank, tmp_path):
     fails = True

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from demopt.exchange.interface import gather_values
@@ -42,14 +42,16 @@ class DeMoCallback(TrainerCallback):
         if getattr(args, "enable_jit_checkpoint", False):
             raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")
         unsync(parts["model"])
-        # Callbacks get the model inside its wrappers, and have no reference to these, or to the Trainer.
-        for each in gc.get_objects():
-            if type(each) is DistributedDataParallel and each.module is parts["model"]:
-                unsync(each)
-            elif issubclass(type(each), Trainer) and self in _callbacks(each):
-                each._save_optimizer_and_scheduler = partial(self._save, each)
-                if self._last not in _callbacks(each):
-                    each.callback_handler.callbacks = [self._first, *_callbacks(each), self._last]
+        for trainer in gc.get_objects():  # a callback has no reference to it
+            if not (issubclass(type(trainer), Trainer) and self in _callbacks(trainer)):
+                continue
+            for part in vars(trainer).values():  # the wrapped model; a loss, or several, with parameters of their own
+                for each in part.values() if isinstance(part, dict) else [part]:
+                    if isinstance(each, nn.Module):
+                        unsync(each)
+            trainer._save_optimizer_and_scheduler = partial(self._save, trainer)
+            others = [each for each in _callbacks(trainer) if each not in (self._first, self._last)]
+            trainer.callback_handler.callbacks = [self._first, *others, self._last]
         if isinstance(optimizer, LocalDeMo):
             self._unhook.close()  # of a training before, which may have failed
             self._unhook.callback(optimizer.register_load_state_dict_pre_hook(self._leave).remove)
