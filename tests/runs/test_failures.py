@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import threading
 import time
 from unittest.mock import DEFAULT, Mock
@@ -177,6 +178,19 @@ def test_header_that_a_server_leaves_out_is_told_at_once(header, monkeypatch):
         check("a header", put if header == "ETag" else get, f"{header} Header missing")
 
 
+def test_body_that_a_connection_cuts_is_named(monkeypatch):
+    send = servers._Handler.send_header
+
+    def longer(self, name, value):
+        self.close_connection = True
+        send(self, name, str(int(value) + 9) if name == "Content-Length" else value)
+
+    with small_s3(monkeypatch) as objects:
+        monkeypatch.setattr(servers._Handler, "send_header", longer)
+        store, objects["run/run"] = open_store("s3://bucket/run"), b"x"
+        check("no connection", lambda: store.get("run", 99), "(IncompleteBody)")
+
+
 def test_silent_server_is_not_one_without_a_connection(monkeypatch):
     monkeypatch.setattr(store_module, "_SILENCE", 1.0)
     ended = threading.Event()
@@ -274,6 +288,57 @@ def test_wish_to_stop_is_heard_while_the_store_is_away():
     with pytest.raises(ExchangeError, match="stopped while the store did not answer: away"):
         patient.put_if_absent("a", b"x")
     assert len(said) == 1
+
+
+def test_request_that_has_no_end_on_a_disk_is_told_waited_for_and_left_behind_by_a_wish_to_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_SILENCE", 0.05)
+    monkeypatch.setattr(store_module, "_TOLD_AFTER", 0.0)
+    store, answers, said = Disk(tmp_path / "run"), threading.Event(), []
+    store.list = Mock(side_effect=lambda _, found=store.list: answers.wait(60) and found("rounds"))
+    patient = Patient(store, patience=1e9, say=lambda text: (said.append(text), answers.set()))
+    assert patient.list("rounds") == set()
+    away = rf"{store.address}: the disk does not answer \(a list has no end\)"
+    assert re.fullmatch(f"the store does not answer, waiting up to 30 s: {away}", said[0])
+    assert "answers again" in said[1]
+    store.list.assert_called_once()
+    answers.clear()
+    patient.asked_to_stop = lambda: not answers.clear()
+    with pytest.raises(ExchangeError, match=f"stopped while the store did not answer: {away}"):
+        patient.list("rounds")
+    answers.clear()
+    patient.patience = 0.0
+    with pytest.raises(ExchangeError, match=f"did not answer for .*: {away}"):
+        patient.list("rounds")
+    answers.set()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, None])
+def test_path_on_a_disk_that_does_not_answer_is_no_wrong_one(number, tmp_path, monkeypatch):
+    answers = threading.Event()
+
+    def exists(_):
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        answers.wait(60)
+
+    monkeypatch.setattr(store_module, "_FIRST_PATIENCE", 0.05)
+    monkeypatch.setattr(store_module.Path, "exists", exists)
+    with pytest.raises(ExchangeError, match=r"run: the disk (does not answer \(|has not answered)"):
+        open_store(str(tmp_path / "run"))
+    answers.set()
+
+
+def test_cause_of_an_outage_that_changes_is_told(monkeypatch):
+    monkeypatch.setattr(store_module, "_TOLD_AFTER", 0.0)
+    causes, said = ["no connection (refused)", "no connection (reset)", "wrong credentials (403)"], []
+    failures = iter([StoreError(each) for each in causes])
+
+    def fail(_):
+        if (failure := next(failures, None)) is not None:
+            raise failure
+
+    Patient(Through(ObjectStore(), fail), patience=60.0, say=said.append).list("rounds")
+    assert [text.rpartition(": ")[2] for text in said[:-1]] == [causes[0], causes[2]]
 
 
 def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):

@@ -47,6 +47,8 @@ class Disk(Store):
         (True, False, b'first')
     """
 
+    has_end = False
+
     def __init__(self, root: str | Path) -> None:
         self._root = Path(root).resolve()
         self.address = str(self._root)

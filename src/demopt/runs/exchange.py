@@ -80,7 +80,7 @@ class FolderExchange(VaryingExchange):
         settings: values of JSON types for workers that join; `demopt train` puts its settings here.
 
     Raises:
-        ValueError, TypeError: an invalid argument, before anything is sent.
+        ValueError, TypeError: an invalid argument, before anything is sent. ExchangeError: the disk does not answer.
 
     `note` and `leaving` go with this worker's next message: anything of JSON's types, up to 3,072 bytes, or a function
     that returns it for each message; and whether it is the last one. `last` is the outcome of the last round that this

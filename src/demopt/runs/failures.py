@@ -63,7 +63,7 @@ TABLE = tuple(map(Failure._make, (
     ("errno (ENAMETOOLONG|EILSEQ)", NEVER, "this disk refuses a name that a run needs; use another one"),
     ("errno (EMFILE|ENFILE)", PASSES, "too many open files; raise the limit of ulimit -n"),
     ("errno (EACCES|EPERM)", SETTINGS, "access denied; a worker reads, writes and deletes files in this folder"),
-    ("errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", PASSES, "the disk does not answer"),
+    (AWAY := "errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", PASSES, "the disk does not answer"),
     # Credentials and clock
     (r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", SETTINGS, CREDENTIALS),
     ("ExpiredToken|TokenRefreshRequired|InvalidToken", SETTINGS,
@@ -124,6 +124,11 @@ def told(address: str) -> Iterator[None]:
         raise StoreError(text, at_first=row.when is SETTINGS) from error
 
 
+def is_away(error: OSError) -> bool:
+    """Whether a disk does not answer, as a share whose server is down."""
+    return re.search(AWAY, _signs(error)) is not None
+
+
 def _signs(error: Exception) -> str:
     """Returns what the table's signs are searched for in: no names of objects, which may contain anything."""
     text, kind = str(error), type(error).__name__
@@ -150,6 +155,8 @@ def _cause(error: Exception) -> str:
     elif "HttpError" in text:
         broken = re.search(r"ConnectError\(\s*\"([^\"]*)\",(?:\s*([\d.:\[\]]+),)?", text)
         reasons = re.findall(r"(?:message|error): \"([^\"]*)\"", text)
+        unquoted = re.findall(r"(?<=InvalidCertificate\()\s*\w+|IncompleteBody|InvalidContentType", text)
+        reasons += [each.strip() for each in unquoted]
         asked = re.search(r"uri: Some\(\s*([^\s?,]+)", text)
         parts = [asked[1] if asked else "", *((each or "" for each in broken.groups()) if broken else ()), *reasons]
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):

@@ -14,7 +14,7 @@ from demopt.runs.checkpoints import MOST_HEAD, checkpoint_of, read_checkpoint, w
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError
 from demopt.runs.log import Manifest
-from demopt.runs.open_round import CoveredError
+from demopt.runs.open_round import CoveredError, ForkedError
 from demopt.runs.store import RECORD, Store
 from demopt.runs.weights import FolderRounds
 
@@ -39,9 +39,14 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
         if manifest.round + 1 in saved:
             name = log.checkpoint_name(record, manifest.round + 1)
             data = checkpoint_of(replicator, record.identity, manifest.digest)
-            with suppress(ForeignError):  # it is none
+            try:
                 if run.store.get(name, len(data)) != data:
+                    read_checkpoint(run, replicator.wiring().replicated_tensors(), manifest.round + 1)
                     raise MessageError(f"{name} does not follow from the messages before it")
+            except ForeignError:  # it is none
+                pass
+            except ForkedError as error:
+                run.say(f"{error}: it is of a fork that the run has left")
         yield manifest, weights_digest(replicator)
     most = sum(tensor.nbytes for tensor in replicator.wiring().replicated_tensors()) + MOST_HEAD
     for name in (log.checkpoint_name(record, number) for number in sorted(saved) if number > replicator.round_number):

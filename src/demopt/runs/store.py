@@ -4,10 +4,10 @@ import functools
 import math
 import os
 import re
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,15 @@ from urllib.parse import unquote, urlsplit
 
 from demopt.errors import ExchangeError, MessageError, first_line
 from demopt.exchange.background import in_thread
-from demopt.runs.failures import CREDENTIALS, DeniedError, StoreError, told
+from demopt.runs.failures import CREDENTIALS, DeniedError, StoreError, is_away, told
 
 T = TypeVar("T")
 _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
+_SILENCE_OF_DATA = 30.0  # such seconds on a disk, at most, for a long object
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
-_SILENCE = 10.0  # seconds without a byte from the server after which a request has failed
+_SILENCE = 10.0  # seconds without a byte from a server, or without an end on a disk, after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
 RECORD = "run"  # the object that tells one run from another
 CLOUDS = ("s3", "gs", "az")
@@ -36,6 +37,7 @@ class Store(ABC):
     """Objects of bytes, named as `rounds/00000012/manifest`. A put is atomic: readers see all of it or nothing."""
 
     address: str = "memory"
+    has_end = True  #: whether each request ends: those to a share that is away may not
 
     @abstractmethod
     def get(self, name: str, most: int) -> bytes | None:
@@ -158,17 +160,18 @@ class Patient(Store):
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
         self._away: float | None = None  # since when, if the user has heard about it
+        self._reasons: set[str] = set()  # that the user has heard then
 
     def get(self, name: str, most: int) -> bytes | None:
-        return self._repeat("get", lambda: self.inner.get(name, most))
+        return self._repeat("get", lambda: self.inner.get(name, most), most)
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
         """As `Store`, but repeated for two seconds while it is damaged."""
-        return self._repeat("get", lambda: self.inner.read(name, most, parse), _DAMAGED)
+        return self._repeat("get", lambda: self.inner.read(name, most, parse), most, _DAMAGED)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
-        return self._repeat("put", lambda: self.inner.put_if_absent(name, data))
+        return self._repeat("put", lambda: self.inner.put_if_absent(name, data), len(data))
 
     def list(self, folder: str) -> set[str]:
         return self._repeat("list", lambda: self.inner.list(folder))
@@ -177,13 +180,22 @@ class Patient(Store):
         names = tuple(names)
         self._repeat("delete", lambda: self.inner.delete(names))
 
-    def _repeat(self, kind: str, call: Callable[[], T], damaged: float = 0.0) -> T:
-        began, attempt, long = time.monotonic(), 0, False
+    def _repeat(self, kind: str, call: Callable[[], T], size: int = 0, damaged: float = 0.0) -> T:
+        """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating after that.
+
+        Each is made in another thread: handlers of signals run in the main one. A disk's may have no end; then the
+        same one is waited for, and left behind if the wait ends.
+        """
+        began, attempt, long, pending = time.monotonic(), 0, False, None
         while True:
             try:
-                # Handlers of signals run in the main thread, also during a long request in another one.
-                is_main = threading.current_thread() is threading.main_thread()
-                result = in_thread(call).result() if is_main else call()
+                pending = pending or in_thread(call)
+                if not self.inner.has_end:
+                    silence = min(_SILENCE + size / _SLOWEST, _SILENCE_OF_DATA) if attempt == 0 else 1.0
+                    if wait([pending], silence).not_done:
+                        raise StoreError(f"{self.address}: the disk does not answer (a {kind} has no end)")
+                ended, pending = pending, None
+                result = ended.result()
             except MessageError:
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
@@ -193,14 +205,16 @@ class Patient(Store):
                 away, known = time.monotonic() - began, kind in self._answered
                 stays = kind == "delete"  # what cannot be deleted may stay
                 limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
+                limit += size // _SLOWEST if pending and known else 0
                 if error.at_first and (stays or not known):
                     raise DeniedError(str(error)) from error
                 if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
-                if away > _TOLD_AFTER and self._away is None:
-                    self._away = began
+                if (long := away > _TOLD_AFTER) and (reason := str(error).partition(" (")[0]) not in self._reasons:
+                    self._away = began if self._away is None else self._away
+                    self._reasons.add(reason)
                     self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
-                if (long := away > _TOLD_AFTER) and self.asked_to_stop():
+                if long and self.asked_to_stop():
                     raise ExchangeError(f"stopped while the store did not answer: {error}") from error
             else:
                 break
@@ -211,12 +225,28 @@ class Patient(Store):
         self._answered.add(kind)
         since, self._away = self._away, None  # at once: requests run in several threads
         if since is not None:
+            self._reasons.clear()
             self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
         return result
 
 
+def _in_time(address: str, call: Callable[[], T]) -> T:
+    """Makes the system's calls on a path in another thread: on a share that is away nothing else may end them."""
+    begun = in_thread(call)
+    if wait([begun], _FIRST_PATIENCE).not_done:
+        raise ExchangeError(f"{address}: the disk has not answered for {_FIRST_PATIENCE:.0f} s")
+    try:
+        return begun.result()
+    except OSError as error:
+        if is_away(error):
+            raise ExchangeError(f"{address}: the disk does not answer ({error.strerror})") from error
+        raise
+
+
 def full(address: str) -> str:
     """Returns an address in full, the same text for the same place. ValueError if it is none.
+
+    ExchangeError if it is on a disk that does not answer.
 
     Examples:
         >>> full("S3://bucket/mine/"), full("mine/") == full(str(Path("mine").resolve())), full("file:///tmp/my%20run")
@@ -235,8 +265,8 @@ def full(address: str) -> str:
     other = r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:|[^\w./~-]*(s3|gs|az|file|https?)\W*//"  # places, with slips of the fingers
     if scheme not in CLOUDS and not re.match(other, path, re.IGNORECASE):
         try:
-            found = Path(path).expanduser().resolve()
-            found.exists()  # or an error: too long a name, for example
+            found = _in_time(address, lambda: Path(path).expanduser().resolve())
+            _in_time(address, found.exists)  # or an error: too long a name, for example
             return str(found)
         except (RuntimeError, OSError, ValueError) as error:
             raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
@@ -264,7 +294,7 @@ def open_store(address: str) -> Store:
     scheme, separator, path = place.partition("://")
     if not separator:
         try:
-            return Disk(place)
+            return _in_time(address, lambda: Disk(place))
         except OSError as error:
             reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
             raise ValueError(f"{address}: cannot be opened: {reason}") from error

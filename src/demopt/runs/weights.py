@@ -45,6 +45,9 @@ from demopt.runs.open_round import (
 if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
 
+_QUIET = 10.0  # seconds of catching up until the user hears of it
+_TOLD_EACH = 60.0  # and how often from then on
+
 
 @dataclass(frozen=True)
 class SavedWorker:
@@ -383,7 +386,11 @@ class FolderRounds(Rounds):
         Otherwise the newest checkpoint will do.
         """
         run, began, rounds, load_seconds = self.run, time.monotonic(), 0, 0.0
+        told = began + _QUIET - _TOLD_EACH
         while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
+            if time.monotonic() - told > _TOLD_EACH:
+                told = time.monotonic()
+                run.say(f"catching up: at round {manifest.round + 1}")
             try:
                 if manifest.before != log.digest_of(run.decided):
                     raise ForkedError(f"round {manifest.round + 1} follows another round than this worker has applied")
