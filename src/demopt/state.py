@@ -24,7 +24,7 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.chunking import chunking
 from demopt.core.rules import RULE_STATE, RULE_WEIGHTS, AdamW
 from demopt.core.transform import TRANSFORM_NUMBERS
-from demopt.errors import MessageError, first_line
+from demopt.errors import MessageError, SettingsError, first_line
 from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
 from demopt.replicator.attach import SAVED_BY, SavedBy, add_owner_error
 from demopt.replicator.replicator import Replicator
@@ -318,8 +318,8 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     a round every `every` steps, send less. Other ranks get None.
 
     Raises:
-        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
-            the data of a rank is damaged.
+        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. SettingsError: the
+            ranks are at different rounds. MessageError: the data of a rank is damaged.
     """
     exchange, wiring = replicator.session.exchange, replicator.wiring()
     check_rank("to", to, exchange.world_size)
@@ -328,8 +328,13 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     file = io.BytesIO()
     torch.save(_unshared_entries(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(wiring.device))
-    lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
+    facts = torch.tensor([len(mine), int(replicator.round_number)], device="cpu").view(torch.uint8).to(wiring.device)
+    lengths, rounds = exchange.all_gather(facts).cpu().contiguous().view(torch.int64).T.tolist()
+    if apart := [rank for rank, number in enumerate(rounds) if number != rounds[0]]:
+        raise SettingsError(
+            f"rank {apart[0]} has applied {rounds[apart[0]]} rounds and rank 0 {rounds[0]}, as after a Ctrl-C within a "
+            "step: call resync() on all ranks, then save"
+        )
     receives = exchange.rank == to and exchange.is_leader
     received = [bytearray(length) for length in lengths] if receives else []
     for start in range(0, max(lengths), PIECE_BYTES):

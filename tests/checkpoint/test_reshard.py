@@ -2,6 +2,7 @@
 
 import functools
 import io
+from unittest.mock import Mock
 
 import carriers
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import Parameter
 import demopt
 import problems
 import ranks
-from demopt.errors import MessageError
+from demopt.errors import MessageError, SettingsError
 from demopt.state import separated, share_of, unmarked
 
 
@@ -251,6 +252,26 @@ def test_consolidated_state_without_a_rank_is_refused():
     del state["ranks"][1]
     with pytest.raises(ValueError, match="saved by 2 ranks, but has nothing of rank 1"):
         carriers.build("DeMo").load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@ranks.each(2)
+def test_consolidation_refuses_ranks_at_different_rounds_as_an_interrupt_leaves_them(rank, kind):
+    optimizer = problems.demo() if kind == "DeMo" else problems.local()
+    for step in range(2):
+        problems.set_gradients(optimizer.param_groups[0]["params"], step, rank)
+        if (step, rank) == (1, 1):
+            optimizer.replicator.apply = Mock(side_effect=KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        else:
+            optimizer.step()
+    with pytest.raises(SettingsError, match="rank 1 has applied 1 rounds and rank 0 2, as after a Ctrl-C"):
+        optimizer.consolidate_state_dict()
+    vars(optimizer.replicator).pop("apply", None)
+    optimizer.resync()
+    optimizer.consolidate_state_dict()
+    assert len(optimizer.state_dict().get("ranks", {})) == 2 * (rank == 0)
 
 
 @pytest.mark.parametrize(("kind", "more", "many"), [("DeMo", {}, 0), ("LocalDeMo", {"sync_every": 20}, 1)])

@@ -772,6 +772,12 @@ def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others
     assert "the others are asked to wait" in joiner.said[0]
 
 
+def test_worker_that_catches_up_for_long_says_so(store, monkeypatch):
+    monkeypatch.setattr("demopt.runs.weights._QUIET", 0.0)
+    Worker(store, 0, keep_log=True).round(3)
+    assert Worker(store, 1).join().said == ["catching up: at round 1"], "then once a minute"
+
+
 def test_joiner_that_the_others_outrun_asks_them_to_wait(store):
     first, slow = Worker(store, 0, keep_log=True).round(), stores.Through(store)
 

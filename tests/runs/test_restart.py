@@ -258,6 +258,14 @@ def test_run_that_went_on_from_another_manifest_than_the_store_shows_is_followed
     assert any("round 2 follows another round" in text for text in first.said)
 
 
+def test_replay_leaves_out_a_checkpoint_of_a_fork_that_the_run_has_left(store, caplog):
+    first = Worker(store, 0, keep_log=True, checkpoint_every=1).round(2)
+    name, mine = log.checkpoint_name(first.run.record, 1), log.read_manifest(store, first.run.record.identity, 0).digest
+    stores.change(store, name, lambda packed: packed.replace(mine.encode(), b"00" * 16))
+    assert replayed(store)[-1] == first.digest
+    assert "checkpoints/00000001 follows another manifest than rounds/00000000/manifest: it is of a fork" in caplog.text
+
+
 def test_first_manifest_of_a_run_that_follows_another_one_is_damaged(store):
     Worker(store, 0, keep_log=True).round()
     stores.change(store, log.manifest_name(0), lambda data: data.replace(b'"before": ""', b'"before": "00"'))
