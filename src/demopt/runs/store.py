@@ -264,10 +264,14 @@ def full(address: str) -> str:
         path = unquote(parts.path)
     other = r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:|[^\w./~-]*(s3|gs|az|file|https?)\W*//"  # places, with slips of the fingers
     if scheme not in CLOUDS and not re.match(other, path, re.IGNORECASE):
-        try:
-            found = _in_time(address, lambda: Path(path).expanduser().resolve())
-            _in_time(address, found.exists)  # or an error: too long a name, for example
+
+        def resolved() -> str:
+            found = Path(path).expanduser().resolve()
+            found.exists()  # or an error: too long a name, for example
             return str(found)
+
+        try:
+            return _in_time(address, resolved)
         except (RuntimeError, OSError, ValueError) as error:
             raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
     if scheme not in CLOUDS:
