@@ -318,8 +318,8 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     a round every `every` steps, send less. Other ranks get None.
 
     Raises:
-        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. SettingsError: the
-            ranks are at different rounds. MessageError: the data of a rank is damaged.
+        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. SettingsError:
+            ranks, or nodes, are at different rounds. MessageError: the data of a rank is damaged.
     """
     exchange, wiring = replicator.session.exchange, replicator.wiring()
     check_rank("to", to, exchange.world_size)

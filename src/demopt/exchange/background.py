@@ -97,7 +97,11 @@ class Daemons:
 def in_thread(call: Callable[[], T]) -> "Future[T]":
     """Returns a future of a call in a daemon thread of its own, which no process waits for at its end."""
     future: Future[T] = Future()
-    threading.Thread(target=_fulfil, args=(future, call), daemon=True).start()
+    thread = threading.Thread(target=_fulfil, args=(future, call), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # early Python 3.12 starts none while it ends
+        _fulfil(future, call)
     return future
 
 

@@ -42,12 +42,13 @@ class DeMoCallback(TrainerCallback):
         if getattr(args, "enable_jit_checkpoint", False):
             raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")
         unsync(parts["model"])
+        own = {*map(id, parts["model"].parameters())}
         for trainer in gc.get_objects():  # a callback has no reference to it
             if not (issubclass(type(trainer), Trainer) and self in _callbacks(trainer)):
                 continue
             for part in vars(trainer).values():  # the wrapped model; a loss, or several, with parameters of their own
                 for each in part.values() if isinstance(part, dict) else [part]:
-                    if isinstance(each, nn.Module):
+                    if isinstance(each, nn.Module) and any(id(p) in own for p in each.parameters()):
                         unsync(each)
             trainer._save_optimizer_and_scheduler = partial(self._save, trainer)
             others = [each for each in _callbacks(trainer) if each not in (self._first, self._last)]

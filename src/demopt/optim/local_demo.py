@@ -115,10 +115,10 @@ class LocalDeMo(ReplicatedOptimizer):
         process_group: Any = None,
         **of_codec: Any,
     ) -> None:
+        self._inner = InnerOptimizers(inner)  # first: of parameters it says what to give, with an lr, too
         codec = codec_of(LocalDeMo, of_codec, codec)
         if error_decay is None:
             error_decay = 0.9 if top_k is None else 0.5
-        self._inner = InnerOptimizers(inner)
         self.sync_every = sync_every
         if (delay := check_count("delay", delay, low=0)) > 1:
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")

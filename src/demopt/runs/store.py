@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -21,7 +22,8 @@ T = TypeVar("T")
 _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
-_SILENCE_OF_DATA = 30.0  # such seconds on a disk, at most, for a long object
+_LONG_SILENCE = 60.0  # such seconds on a disk, at most, for a long object
+_TEXT = 1 << 23  # bytes; an object that may have no more is JSON, or short
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from a server, or without an end on a disk, after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
@@ -163,11 +165,11 @@ class Patient(Store):
         self._reasons: set[str] = set()  # that the user has heard then
 
     def get(self, name: str, most: int) -> bytes | None:
-        return self._repeat("get", lambda: self.inner.get(name, most), most)
+        return self._repeat("get", lambda: self.inner.get(name, most), most if most > _TEXT else 0)
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
         """As `Store`, but repeated for two seconds while it is damaged."""
-        return self._repeat("get", lambda: self.inner.read(name, most, parse), most, _DAMAGED)
+        return self._repeat("get", lambda: self.inner.read(name, most, parse), damaged=_DAMAGED)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
@@ -178,24 +180,26 @@ class Patient(Store):
 
     def delete(self, names: Iterable[str]) -> None:
         names = tuple(names)
-        self._repeat("delete", lambda: self.inner.delete(names))
+        self._repeat("delete", lambda: self.inner.delete(names), _SLOWEST * len(names))  # a second each
 
     def _repeat(self, kind: str, call: Callable[[], T], size: int = 0, damaged: float = 0.0) -> T:
         """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating after that.
 
-        Each is made in another thread: handlers of signals run in the main one. A disk's may have no end; then the
+        The main thread makes none itself, because handlers of signals run there. A disk's may have no end; then the
         same one is waited for, and left behind if the wait ends.
         """
-        began, attempt, long, pending = time.monotonic(), 0, False, None
+        began, attempt, long = time.monotonic(), 0, False
+        pending, asked, silence = None, began, min(_SILENCE + size / _SLOWEST, _LONG_SILENCE)
+        elsewhere = not self.inner.has_end or threading.current_thread() is threading.main_thread()
         while True:
             try:
-                pending = pending or in_thread(call)
-                if not self.inner.has_end:
-                    silence = min(_SILENCE + size / _SLOWEST, _SILENCE_OF_DATA) if attempt == 0 else 1.0
-                    if wait([pending], silence).not_done:
-                        raise StoreError(f"{self.address}: the disk does not answer (a {kind} has no end)")
+                if pending is None and elsewhere:
+                    pending, asked = in_thread(call), time.monotonic()
+                left = max(asked + silence - time.monotonic(), 0.0)
+                if pending is not None and wait([pending], None if self.inner.has_end else left).not_done:
+                    raise StoreError(f"{self.address}: the disk does not answer (a {kind} has no end)")
                 ended, pending = pending, None
-                result = ended.result()
+                result = call() if ended is None else ended.result()
             except MessageError:
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
@@ -205,12 +209,14 @@ class Patient(Store):
                 away, known = time.monotonic() - began, kind in self._answered
                 stays = kind == "delete"  # what cannot be deleted may stay
                 limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
-                limit += size // _SLOWEST if pending and known else 0
+                limit += size // _SLOWEST if pending and self.patience else 0
                 if error.at_first and (stays or not known):
                     raise DeniedError(str(error)) from error
                 if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
-                if (long := away > _TOLD_AFTER) and (reason := str(error).partition(" (")[0]) not in self._reasons:
+                if (long := away > _TOLD_AFTER) and (
+                    reason := str(error).removeprefix(self.address).partition(" (")[0]
+                ) not in self._reasons:
                     self._away = began if self._away is None else self._away
                     self._reasons.add(reason)
                     self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
@@ -221,16 +227,19 @@ class Patient(Store):
             attempt += 1
             end = time.monotonic() + min(_PAUSES[1], _PAUSES[0] * 2.0 ** min(attempt, 9), self.patience)
             while (left := end - time.monotonic()) > 0 and self.patience and not (long and self.asked_to_stop()):
-                time.sleep(min(left, 0.1))
+                if pending is None:
+                    time.sleep(min(left, 0.1))
+                elif wait([pending], min(left, 0.1)).done:
+                    break
         self._answered.add(kind)
         since, self._away = self._away, None  # at once: requests run in several threads
+        self._reasons.clear()
         if since is not None:
-            self._reasons.clear()
             self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
         return result
 
 
-def _in_time(address: str, call: Callable[[], T]) -> T:
+def in_time(address: str, call: Callable[[], T]) -> T:
     """Makes the system's calls on a path in another thread: on a share that is away nothing else may end them."""
     begun = in_thread(call)
     if wait([begun], _FIRST_PATIENCE).not_done:
@@ -271,7 +280,7 @@ def full(address: str) -> str:
             return str(found)
 
         try:
-            return _in_time(address, resolved)
+            return in_time(address, resolved)
         except (RuntimeError, OSError, ValueError) as error:
             raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
     if scheme not in CLOUDS:
@@ -298,7 +307,7 @@ def open_store(address: str) -> Store:
     scheme, separator, path = place.partition("://")
     if not separator:
         try:
-            return _in_time(address, lambda: Disk(place))
+            return in_time(address, lambda: Disk(place))
         except OSError as error:
             reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
             raise ValueError(f"{address}: cannot be opened: {reason}") from error

@@ -242,7 +242,9 @@ class FolderRounds(Rounds):
         self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
         self.replicator.follower.drop_steps()
-        self.run.restored = None  # its message would leave the momentum once more
+        if (saved := self.run.restored) is not None:  # its message would leave the momentum once more
+            empty = replace(saved, message=None, read=[], unsent=0, in_message=0, in_error=0)
+            self.run.restored = empty
         self.run.given_out.clear()  # whoever holds them reads them again
         self.run.unsent = self.run.in_error = self.run.left_out = 0  # nothing is left to be sent again
 

@@ -148,11 +148,12 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
     `flags`: to start one instead.
     """
     from demopt.runs.exchange import FolderExchange
-    from demopt.runs.store import full
+    from demopt.runs.store import full, in_time
 
     try:
         is_bucket = "://" in (place := full(address))
-        run = FolderExchange(address, patience=patience, key=key) if is_bucket or Path(place).exists() else None
+        is_there = is_bucket or in_time(address, Path(place).exists)
+        run = FolderExchange(address, patience=patience, key=key) if is_there else None
     except ValueError as error:
         raise InputError(str(error)) from None
     if run is None or run.read_record() is None:  # opening a folder that is absent would make it
