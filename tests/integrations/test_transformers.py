@@ -173,7 +173,9 @@ def test_callback_that_comes_after_a_training_has_the_global_weights_saved_and_a
         model, saves = _model(), []
         optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
         trainer = _Rated(model, arguments, train_dataset=rows, optimizers=(optimizer, None), callbacks=[DeMoCallback()])
+        trainer.critic = critic = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
         trainer.train()
+        critic(torch.full((1, 1), float(rank))).sum().backward()
 
         class Later(TrainerCallback):
             def on_step_end(self, args, state, control, **parts):
@@ -185,6 +187,7 @@ def test_callback_that_comes_after_a_training_has_the_global_weights_saved_and_a
         trainer.add_callback(Later())
         trainer.train()
         saved = _sum(load_file(tmp_path / "checkpoint-1" / "model.safetensors").values())
+    assert critic.module.weight.grad == 0.5, "a model that the optimizer does not train is synchronised as before"
     assert saves == [(1, pytest.approx(saved, rel=1e-6))]
     texts = [str(each.message) for each in told if "no DeMo or LocalDeMo has it" in str(each.message)]
     assert ["'scale.weight' and 1 more" in text for text in texts] == [True] * (rank == 0)
