@@ -8,10 +8,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from demopt.errors import ExchangeError, MessageError, first_line
@@ -151,6 +151,32 @@ class ObjectStore(Store):
             self._obstore.delete(self._store, name)
 
 
+class _Request(Generic[T]):
+    """A request, made again after each failure. One to a disk may have no end: then the same one is waited for again.
+
+    The main thread makes none itself, because handlers of signals run there.
+    """
+
+    def __init__(self, store: Store, kind: str, call: Callable[[], T], size: int) -> None:
+        self._store, self._kind, self._call = store, kind, call
+        self._silence = min(_SILENCE + size / _SLOWEST, _LONG_SILENCE)
+        self._elsewhere = not store.has_end or threading.current_thread() is threading.main_thread()
+        self.pending: Future[T] | None = None  # left behind if nobody waits for it any more
+        self._until = 0.0  # the time (monotonic) from which on a disk is silent
+
+    def result(self) -> T:
+        """Makes the request, or waits for the one that is pending. StoreError, too, if it has no end in time."""
+        if self.pending is None:
+            if not self._elsewhere:
+                return self._call()
+            self.pending, self._until = in_thread(self._call), time.monotonic() + self._silence
+        left = None if self._store.has_end else max(self._until - time.monotonic(), 0.0)
+        if wait([self.pending], left).not_done:
+            raise StoreError(f"{self._store.address}: the disk does not answer (a {self._kind} has no end)")
+        ended, self.pending = self.pending, None
+        return ended.result()
+
+
 class Patient(Store):
     """Repeats requests that fail, for `patience` seconds in a row, and reports when the store is away and back.
 
@@ -183,23 +209,11 @@ class Patient(Store):
         self._repeat("delete", lambda: self.inner.delete(names), _SLOWEST * len(names))  # a second each
 
     def _repeat(self, kind: str, call: Callable[[], T], size: int = 0, damaged: float = 0.0) -> T:
-        """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating after that.
-
-        The main thread makes none itself, because handlers of signals run there. A disk's may have no end; then the
-        same one is waited for, and left behind if the wait ends.
-        """
-        began, attempt, long = time.monotonic(), 0, False
-        pending, asked, silence = None, began, min(_SILENCE + size / _SLOWEST, _LONG_SILENCE)
-        elsewhere = not self.inner.has_end or threading.current_thread() is threading.main_thread()
+        """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating then."""
+        began, attempt, long, request = time.monotonic(), 0, False, _Request(self.inner, kind, call, size)
         while True:
             try:
-                if pending is None and elsewhere:
-                    pending, asked = in_thread(call), time.monotonic()
-                left = max(asked + silence - time.monotonic(), 0.0)
-                if pending is not None and wait([pending], None if self.inner.has_end else left).not_done:
-                    raise StoreError(f"{self.address}: the disk does not answer (a {kind} has no end)")
-                ended, pending = pending, None
-                result = call() if ended is None else ended.result()
+                result = request.result()
             except MessageError:
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
@@ -209,7 +223,7 @@ class Patient(Store):
                 away, known = time.monotonic() - began, kind in self._answered
                 stays = kind == "delete"  # what cannot be deleted may stay
                 limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
-                limit += size // _SLOWEST if pending and self.patience else 0
+                limit += size // _SLOWEST if request.pending and self.patience else 0
                 if error.at_first and (stays or not known):
                     raise DeniedError(str(error)) from error
                 if away > limit:
@@ -227,9 +241,9 @@ class Patient(Store):
             attempt += 1
             end = time.monotonic() + min(_PAUSES[1], _PAUSES[0] * 2.0 ** min(attempt, 9), self.patience)
             while (left := end - time.monotonic()) > 0 and self.patience and not (long and self.asked_to_stop()):
-                if pending is None:
+                if request.pending is None:
                     time.sleep(min(left, 0.1))
-                elif wait([pending], min(left, 0.1)).done:
+                elif wait([request.pending], min(left, 0.1)).done:
                     break
         self._answered.add(kind)
         since, self._away = self._away, None  # at once: requests run in several threads
