@@ -102,8 +102,8 @@ class Liveness:
     def _refusal(self, ranks: Sequence[int], call: str, elsewhere: Sequence[int]) -> str:
         """Returns, and leaves for the others as the verdict, that not all ranks came to a call."""
         absent = ", ".join(map(self._named, elsewhere)) or "not all"
-        others = f"{absent} of {len(ranks)} went on without, as in a step that Ctrl-C has ended here alone"
-        others += ": call it on all ranks, not under `if rank == 0:`"
+        others = f"{absent} of {len(ranks)} went on without, perhaps after a Ctrl-C on one rank only: call it on all "
+        others += "ranks, not under `if rank == 0:`"
         text = f"{self._named(self._rank)} called {call}, and {others}"
         key = _key_of(ranks)
         verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun[key] + 1}

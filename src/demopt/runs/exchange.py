@@ -43,7 +43,7 @@ from demopt.runs.open_round import (
 )
 from demopt.runs.reading import MOST_NUMBER, Reading, Reads
 from demopt.runs.stop import StopWish
-from demopt.runs.store import RECORD, Patient, Store, open_store
+from demopt.runs.store import MOST_JSON, RECORD, Patient, Store, open_store
 from demopt.runs.weights import FolderRounds, SavedWorker
 from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
@@ -117,7 +117,7 @@ class FolderExchange(VaryingExchange):
             raise TypeError(f"settings is {settings!r}; give a dict")
         keep_log = check_yes_or_no("keep_log", keep_log)
         self._new_run: dict[str, Any] = {"checkpoint_every": every, "keep_log": keep_log, "settings": settings or {}}
-        _as_json("settings", self._new_run, log.MOST_JSON // 2)
+        _as_json("settings", self._new_run, MOST_JSON // 2)
         patience = check_number("patience", patience)
         if not isinstance(address, str | bytes | os.PathLike | Store):
             raise TypeError(f"address is {address!r}; give a path, or s3://bucket/name, gs:// or az://")

@@ -47,6 +47,7 @@ class Failure(NamedTuple):
     told: str  # what is wrong, and what to do
 
 
+_AWAY = "errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)"
 _METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
 CREDENTIALS = (
     "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "
@@ -63,7 +64,7 @@ TABLE = tuple(map(Failure._make, (
     ("errno (ENAMETOOLONG|EILSEQ)", NEVER, "this disk refuses a name that a run needs; use another one"),
     ("errno (EMFILE|ENFILE)", PASSES, "too many open files; raise the limit of ulimit -n"),
     ("errno (EACCES|EPERM)", SETTINGS, "access denied; a worker reads, writes and deletes files in this folder"),
-    (AWAY := "errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", PASSES, "the disk does not answer"),
+    (_AWAY, PASSES, "the disk does not answer"),
     # Credentials and clock
     (r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", SETTINGS, CREDENTIALS),
     ("ExpiredToken|TokenRefreshRequired|InvalidToken", SETTINGS,
@@ -126,7 +127,7 @@ def told(address: str) -> Iterator[None]:
 
 def is_away(error: OSError) -> bool:
     """Whether a disk does not answer, as a share whose server is down."""
-    return re.search(AWAY, _signs(error)) is not None
+    return re.search(_AWAY, _signs(error)) is not None
 
 
 def _signs(error: Exception) -> str:

@@ -21,14 +21,13 @@ from typing import Any, TypeVar, get_args, get_origin
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.runs.key import ForeignError
 from demopt.runs.reading import Reading, Reads, count, reading_of, reads_of
-from demopt.runs.store import RECORD, Store
+from demopt.runs.store import MOST_JSON, RECORD, Store
 from demopt.validation import first_difference
 from demopt.version import __version__
 
 FORMAT = 3
 MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
-MOST_JSON = 1 << 23  # bytes of a record or manifest
 MOST_DEPTH = 40  # lists and dicts in one another
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each

@@ -23,10 +23,10 @@ _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
 _LONG_SILENCE = 60.0  # such seconds on a disk, at most, for a long object
-_TEXT = 1 << 23  # bytes; an object that may have no more is JSON, or short
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from a server, or without an end on a disk, after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
+MOST_JSON = 1 << 23  # bytes of a record or manifest
 RECORD = "run"  # the object that tells one run from another
 CLOUDS = ("s3", "gs", "az")
 
@@ -191,7 +191,7 @@ class Patient(Store):
         self._reasons: set[str] = set()  # that the user has heard then
 
     def get(self, name: str, most: int) -> bytes | None:
-        return self._repeat("get", lambda: self.inner.get(name, most), most if most > _TEXT else 0)
+        return self._repeat("get", lambda: self.inner.get(name, most), most if most > MOST_JSON else 0)
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
         """As `Store`, but repeated for two seconds while it is damaged."""
