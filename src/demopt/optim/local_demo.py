@@ -36,6 +36,7 @@ from demopt.replicator.wiring import Facts, Options
 from demopt.state import SavedParameter, check_saved, read_state
 from demopt.validation import check_count, check_number, check_rank, warn
 from demopt.wire.checksum import fingerprint
+from demopt.wire.message import MOST_SAMPLES
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 
@@ -178,8 +179,8 @@ class LocalDeMo(ReplicatedOptimizer):
     @samples.setter
     def samples(self, samples: int) -> None:
         samples = check_count("samples", samples)
-        if samples >= 1 << 32:
-            raise ValueError(f"samples is {samples}; give at most {(1 << 32) - 1}")
+        if samples > MOST_SAMPLES:
+            raise ValueError(f"samples is {samples}; give at most {MOST_SAMPLES}")
         if samples > 1 and self._settings["top_k"] is not None:
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
         self.replicator.samples = samples

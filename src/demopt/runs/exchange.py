@@ -372,7 +372,7 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began, unsent=self.unsent)
+        return Attached(envelope, self.decided, self.round_began, in_message=self.unsent)
 
     @property
     def seconds_needed(self) -> float:
@@ -385,7 +385,7 @@ class FolderExchange(VaryingExchange):
 
     def unsent_after(self, current: Round, is_listed: bool = False) -> tuple[int, int]:
         """Returns `unsent` and `in_error` after a round."""
-        sequences = current.attached.unsent
+        sequences = current.attached.in_message
         if not current.finite:  # its local steps are dropped, the error is as before
             of_local_steps = sequences - self.in_error
             return self.unsent - of_local_steps, self.in_error
@@ -490,7 +490,7 @@ class FolderExchange(VaryingExchange):
         self.left_out = self.left_out + 1 if outcome.left_out else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
-        if outcome.ended == "applied":
+        if outcome.ended == "complete":
             self.move_to(manifest, manifest.stop, outcome.known_at)
         if self._overlooked_rounds == 2:
             self.say(

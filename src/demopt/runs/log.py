@@ -24,6 +24,7 @@ from demopt.runs.reading import Reading, Reads, count, reading_of, reads_of
 from demopt.runs.store import MOST_JSON, RECORD, Store
 from demopt.validation import first_difference
 from demopt.version import __version__
+from demopt.wire.message import MOST_SAMPLES
 
 FORMAT = 3
 MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
@@ -44,7 +45,7 @@ _MOST_DIMENSIONS = 64  # that torch's functions take
 NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
 _PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
 _NUMBERS = {  # the least and the most of each
-    "round": (0, MOST_ROUNDS - 1), "samples": (1, 2**32 - 1), "checkpoint_every": (1, MOST_ROUNDS), "members": (0, 100),
+    "round": (0, MOST_ROUNDS - 1), "samples": (1, MOST_SAMPLES), "checkpoint_every": (1, MOST_ROUNDS), "members": (0, 100),
 }  # fmt: skip
 _INTEGERS = (-(2**63), 2**64 - 1)  # of the others
 

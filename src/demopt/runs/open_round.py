@@ -32,7 +32,7 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
-Ending = Literal["applied", "covered", "drifted"]  # the rows of the table in optim/local_weights.py
+Ending = Literal["complete", "covered", "drifted"]
 
 
 class CoveredError(DemoptError):
@@ -50,7 +50,7 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    unsent: int = 0  # sequences then, of the error and of local steps
+    in_message: int = 0  # sequences, of the error and of local steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class FolderOutcome(Outcome):
     What was sent leaves the error only if the message is listed, whatever moves the weights.
     """
 
-    ended: Ending  # "applied" also if too few had sent, so that it moves nothing
+    ended: Ending  # "complete": all messages are there; none if too few had sent, so that it moves nothing
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
     left_out: bool  # that is neither listed nor refused: it was late, or too few had sent
@@ -111,7 +111,7 @@ class OpenRound:
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         row, mine = as_listed(self.mine, manifest)
-        ended: Ending = "applied"
+        ended: Ending = "complete"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:

@@ -41,6 +41,7 @@ from demopt.runs.open_round import (
     envelope_of,
     tensor_of,
 )
+from demopt.wire.message import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
@@ -218,7 +219,7 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), unsent=sequences)
+        attached = Attached(envelope, before, round_began=time.monotonic(), in_message=sequences)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -279,7 +280,7 @@ class FolderRounds(Rounds):
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
         if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
-            self.replicator.samples = min(max(1, self.run.unsent), (1 << 32) - 1)
+            self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
         return self.run.is_over and not was_over  # a trainer may go on after the end
 
     def exchange_and_apply(self) -> bool:
@@ -318,7 +319,7 @@ class FolderRounds(Rounds):
         run, is_listed = self.run, outcome.row is not None
         with uninterrupted():  # so that `decided` is the manifest of the weights
             match outcome.ended:
-                case "applied":  # none if too few had sent
+                case "complete":
                     try:
                         replicator.apply(messages)
                     except DriftError:  # what was sent has left the momentum
@@ -497,7 +498,7 @@ class FolderRounds(Rounds):
         current, before = self.replicator.round, log.digest_of(run.decided)
         message, in_message, unsent = None, 0, run.unsent
         if current is not None and current.finite and current.message is not None:
-            message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
+            message, in_message = envelope_of(current.attached, current.message), current.attached.in_message
         elif current is not None:
             unsent, _ = run.unsent_after(current)
         reads = run.given_out if self._is_behind else run.unsent_reads  # by the manifest of these weights

@@ -14,6 +14,7 @@ from demopt.wire.checksum import BLOCK, block_sums, combined
 MAGIC = b"DeMo"
 VERSION = 2
 HEADER_BYTES = 64
+MOST_SAMPLES = (1 << 32) - 1
 OPTIMIZER = 0xFFFF  # bits of a settings digest: `Session.optimizer_number`
 NONFINITE = 1  # flag: the body is all zeros, because the sender's gradient could not be used; owners pass it on
 NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
