@@ -18,12 +18,7 @@ from laboratory.training import Corpus, TrainConfig, load_corpus
 
 @dataclass(frozen=True)
 class Machine:
-    """Where runs are carried out: how many at once, each with how many threads, on which device.
-
-    Examples:
-        >>> Machine(jobs=2).threads
-        1
-    """
+    """Where runs are carried out: how many at once, each with how many threads, on which device."""
 
     jobs: int = 1
     threads: int = 1

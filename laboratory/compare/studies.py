@@ -9,12 +9,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a study. `beside`: the entry that its loss is compared with.
-
-    Examples:
-        >>> Entry("adamw", "adamw", {}, lr=3e-3).name
-        'adamw'
-    """
+    """One row of a study. `beside`: the entry that its loss is compared with."""
 
     name: str
     method: str
@@ -46,12 +41,7 @@ STEP: Settings = {"outer_lr": 0.7, "outer_momentum": 0.6}  # the outer step that
 
 
 def demo(name: str, lr: float = SIGN_RATE, **more: Any) -> Entry:
-    """Makes an entry of DeMo at the base settings, some of them changed.
-
-    Examples:
-        >>> demo("demo-k8", top_k=8).settings["top_k"]
-        8
-    """
+    """Makes an entry of DeMo at the base settings, some of them changed."""
     return Entry(name, "demo", {**BASE, **more}, lr)
 
 

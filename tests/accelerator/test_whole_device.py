@@ -301,14 +301,6 @@ def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(case):
 
 
 @toy.each(2)
-def test_buffers_of_an_accelerator_are_broadcast(rank):
-    model = nn.BatchNorm1d(3).to("toy")
-    model.running_mean.fill_(float(rank + 1))
-    demopt.broadcast_buffers(model, src=1)
-    assert [*model.running_mean.cpu(), model.num_batches_tracked] == [2.0, 2.0, 2.0, 0.0]
-
-
-@toy.each(2)
 def test_buffers_on_one_device_of_a_rank_and_on_two_of_another_are_broadcast(rank):
     model = nn.Sequential(nn.BatchNorm1d(3).to("toy"), nn.BatchNorm1d(3).to("cpu" if rank else "toy"))
     for each in model:

@@ -17,7 +17,7 @@ import oracle
 import problems
 import ranks
 from demopt import ExchangeError, LocalDeMo
-from demopt.exchange import SingleRank, Threads
+from demopt.exchange import Threads
 from oracles import reference
 
 LR = 0.1
@@ -220,14 +220,6 @@ def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once(exchange):
     optimizer.replicator.wiring()
     errors = [problems.unsent(old, world_size=2) for old in before]  # in means over 2, as before
     torch.testing.assert_close(problems.momenta(optimizer), errors)
-
-
-def test_result_is_applied_also_by_a_rank_that_has_extracted_nothing():
-    sender, other = problems.local(SingleRank()), problems.local(SingleRank())
-    messages = sender.exchange(problems.extracted(sender))
-    for optimizer in (sender, other):
-        optimizer.apply(messages)
-    assert problems.same(problems.values(sender), problems.values(other))
 
 
 def test_an_extraction_that_fails_leaves_local_steps_in_place():

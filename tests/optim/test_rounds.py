@@ -123,18 +123,6 @@ def test_round_in_the_background_cannot_be_detached():
         optimizer.replicator.detach_round()
 
 
-def test_stats_of_a_single_rank_count_kept_and_payload():
-    optimizer = _optimizer(values="float32")
-    assert optimizer.stats.payload_bytes == 0
-    problems.train(optimizer, range(1))
-    stats = optimizer.stats
-    assert (stats.sent_bytes, stats.received_bytes, stats.skipped) == (0, 0, False)
-    assert set(stats.seconds) == {"extract", "exchange", "apply"}
-    # 32x16: two full chunks, 24 each; 17x19: four of 9x10, 8 each; 20: two of 1x10, 1 each; one element
-    assert stats.kept == 2 * 24 + 4 * 8 + 2 * 1 + 1
-    assert stats.payload_bytes < 64 + stats.kept * 5 + 16
-
-
 def _trained(kind, compiled):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))

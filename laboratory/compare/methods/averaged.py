@@ -23,33 +23,18 @@ def averaged(name: str) -> Callable[..., Averaged]:
 def muon_maker(
     momentum: float = 0.95,
     weight_decay: float = 0.1,
-    nesterov: bool = True,
     beta2: float = BETAS[1],
 ) -> Maker:
     """Returns a maker of Muon for matrices inside the model, and AdamW for embedding (tied head) and vectors.
 
     They are those of `demopt.muon_adamw`. `beta2` is AdamW's.
-
-    Examples:
-        >>> [type(each).__name__ for each in muon_maker(0.95)(nn.Linear(2, 2))]
-        ['BatchedMuon', 'AdamW']
     """
-
-    def make(model: nn.Module) -> list[Optimizer]:
-        found = demopt.muon_adamw(model, 1.0, momentum=momentum, weight_decay=weight_decay, betas=(BETAS[0], beta2))
-        found[0].param_groups[0]["nesterov"] = nesterov
-        return found
-
-    return make
+    betas = (BETAS[0], beta2)
+    return lambda model: demopt.muon_adamw(model, 1.0, momentum=momentum, weight_decay=weight_decay, betas=betas)
 
 
 def adamw_maker(weight_decay: float = 0.1) -> Maker:
-    """Returns a maker of AdamW for all parameters.
-
-    Examples:
-        >>> [type(each).__name__ for each in adamw_maker()(nn.Linear(2, 2))]
-        ['AdamW']
-    """
+    """Returns a maker of AdamW for all parameters."""
     return lambda model: [torch.optim.AdamW(model.parameters(), lr=1.0, betas=BETAS, weight_decay=weight_decay)]
 
 

@@ -8,12 +8,7 @@ from laboratory.simulation.workers import SimulatedWorkers
 
 
 def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> LocalDeMoWorkers:
-    """LocalDeMo around an optimizer of `averaged.MAKERS`; `settings` are its keywords, or of the optimizer's maker.
-
-    Examples:
-        >>> import torch
-        >>> local(SimulatedWorkers(torch.nn.Linear(8, 2), world_size=2), sync_every=3).close()
-    """
+    """LocalDeMo around an optimizer of `averaged.MAKERS`; `settings` are its keywords, or of the optimizer's maker."""
     return LocalDeMoWorkers(workers, maker_of(inner, settings), **settings)
 
 
@@ -28,10 +23,6 @@ def sparseloco(
     """SparseLoCo (arXiv 2508.15706): AdamW inside; the strongest elements of each chunk leave in 2 bits, no momentum.
 
     Their positions and values travel in this library's format, which is shorter than the published one.
-
-    Examples:
-        >>> import torch
-        >>> sparseloco(SimulatedWorkers(torch.nn.Linear(8, 2), world_size=2)).close()
     """
     fixed: dict[str, Any] = {"transform": "identity", "values": "2-bit", "reduction": "mean", "outer_lr": 1.0}
     settings = {**fixed, "sync_every": every, "top_k": top_k, "error_decay": error_decay, **more}
