@@ -277,7 +277,8 @@ class Replicator:
         if exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
             self.session.agree(wiring, self.header)
         header = self.header(wiring)
-        new, due = Round(wiring, header), self.options.fingerprint_due(header.round_number)
+        new, every = Round(wiring, header), self.options.fingerprint_every
+        due = every > 0 and header.round_number % every == 0
         if isinstance(exchange, VaryingExchange):
             new.attached = exchange.attachment(wiring, header, self.fingerprint(state=True) if due else None)
         elif due and header.round_number and header.world_size > 1 and self.session.has_met:
@@ -412,10 +413,8 @@ class Replicator:
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
             result = current.result = read_result(current.wiring.route, messages)
-        return result if result.skipped is not None else self._decoded(current, result)
-
-    def _decoded(self, current: Round, result: Result) -> Result:
-        """Decodes and checks a result; MessageError, DriftError."""
+        if result.skipped is not None:
+            return result
         flags, decoded = current.wiring.route.check(result, current.header)
         headers = result.headers
         if all(header.flags & FINGERPRINT for header in headers):

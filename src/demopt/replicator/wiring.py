@@ -46,10 +46,6 @@ class Options:
         check_choice("kernels", self.kernels, KERNELS)
         check_count("fingerprint_every", self.fingerprint_every, low=0)
 
-    def fingerprint_due(self, round_number: int) -> bool:
-        """Whether ranks compare their parameters in this round."""
-        return self.fingerprint_every > 0 and round_number % self.fingerprint_every == 0
-
 
 class SeenParameter(NamedTuple):
     """A parameter as the wiring has seen it; `group` is the number of its parameter group."""

@@ -1,9 +1,6 @@
 """The objects of a run, and the decision about a round. docs/folder.md lists the objects, with who writes them.
 
 Others write these objects, so each is checked: its types, its numbers, and that names have only letters, digits and -.
-
-Everything that workers must agree on is in the manifest. It is put if absent, so there is one for each round, and it
-is never deleted: a worker that has slept cannot open an old round again.
 """
 
 import hashlib
@@ -45,7 +42,8 @@ _MOST_DIMENSIONS = 64  # that torch's functions take
 NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
 _PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
 _NUMBERS = {  # the least and the most of each
-    "round": (0, MOST_ROUNDS - 1), "samples": (1, MOST_SAMPLES), "checkpoint_every": (1, MOST_ROUNDS), "members": (0, 100),
+    "round": (0, MOST_ROUNDS - 1), "samples": (1, MOST_SAMPLES), "checkpoint_every": (1, MOST_ROUNDS),
+    "members": (0, 100),
 }  # fmt: skip
 _INTEGERS = (-(2**63), 2**64 - 1)  # of the others
 

@@ -199,7 +199,8 @@ class OpenRound:
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
                     run.together([run.require_run, self._require_round_before])
                 self.waited_for = missing or self.waited_for
-                return run.propose(self.draft(author))
+                hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
+                return run.propose(log.draft(author, self._attached.decided, self.valid, self.refused, hellos))
             if (manifest := self.read_manifest()) is not None:
                 return manifest
 
@@ -222,10 +223,6 @@ class OpenRound:
         seconds, since = self.hellos.get(worker, (0.0, began))
         claimed = decided.seconds.get(worker, 0.0) if decided else 0.0
         return max(since + min(slack * seconds, LONGEST), began + min(slack * claimed, LONGEST))
-
-    def draft(self, author: Envelope) -> Manifest:
-        hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
-        return log.draft(author, self._attached.decided, self.valid, self.refused, hellos)
 
     def look(self) -> None:
         now, self.seen = time.monotonic(), log.look(self._run.store, self._header.round_number)
