@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from demopt.exchange.dtensor import fsdp_groups, parts_of
+from demopt.exchange.dtensor import fsdp_groups, parts_of, unlike_memory
 from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.mistakes import check_model, remember
 from demopt.replicator.session import check_alike
@@ -84,7 +84,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
             named[f"{name} ({number})" if number else name] = part
     check_rank("src", src, exchange.world_size)
     exchange.await_all("broadcast_buffers()")
-    faults = {name: fault for name, each in named.items() if (fault := _fault(each))}
+    faults = {name: fault for name, each in named.items() if (fault := unlike_memory(each))}
     forms = {name: faults.get(name) or f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
     where = next((each.device for name, each in named.items() if name not in faults), None)
     check_alike(exchange, {f"buffer {name}": form for name, form in forms.items()}, where)
@@ -101,14 +101,6 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
             buffer.data = value.to(buffer.device)
         else:
             buffer.copy_(value)
-
-
-def _fault(buffer: Tensor) -> str:
-    """Returns why a buffer has no bytes to send; empty if it has."""
-    if buffer.layout != torch.strided:
-        return str(buffer.layout)
-    faults = {"quantized": buffer.is_quantized, "nested": buffer.is_nested, "on the meta device": buffer.is_meta}
-    return next((fault for fault, holds in faults.items() if holds), "")
 
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:

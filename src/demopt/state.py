@@ -12,7 +12,7 @@ the largest overlap.
 import io
 import math
 import zipfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ from demopt.core.chunking import chunking
 from demopt.core.rules import RULE_STATE, RULE_WEIGHTS, AdamW
 from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.errors import MessageError, SettingsError, first_line
-from demopt.exchange.dtensor import is_made_of_others, shard_of, to_local
+from demopt.exchange.dtensor import is_made_of_others, parts_of, shard_of, to_local, unlike_memory
 from demopt.replicator.attach import SAVED_BY, SavedBy, add_owner_error
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
@@ -201,8 +201,8 @@ def _check_counts(saved: SavedParameter, number: int) -> None:
     """Raises ValueError unless the counters in a parameter's state are whole numbers."""
     for name in ("step", "local_steps", "transform", OWNER_START):
         value = saved.ours.get(name, 0)
-        is_plain = isinstance(value, Tensor) and value.dim() == 0 and value.layout == torch.strided
-        count = value.item() if is_plain and not value.is_meta else value
+        is_plain = isinstance(value, Tensor) and not (unlike_memory(value) or value.dim())
+        count = value.item() if is_plain else value
         if not (isinstance(count, int | float) and 0 <= count < 1 << 62 and float(count).is_integer()):
             named = saved.name_in_entry(name)
             raise ValueError(f"the state of parameter {number} holds a {named} that is no whole number, or below 0")
@@ -233,8 +233,9 @@ def _shape_of(value: Any) -> list[int] | str:
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
     local = to_local(value)  # of a DTensor this process's part
-    is_plain = local.layout == torch.strided and local.is_floating_point() and local.itemsize > 1
-    return list(local.shape) if is_plain and not local.is_meta else f"{local.layout} {local.dtype} on {local.device}"
+    unlike = unlike_memory(local)
+    is_plain = not unlike and local.is_floating_point() and local.itemsize > 1
+    return list(local.shape) if is_plain else f"{unlike or local.layout}, {local.dtype}"
 
 
 def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperparameters, number: int) -> None:
@@ -252,17 +253,22 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
                 "it was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
-        came, start = _shape_of(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
-        if len(came) != 2 or came[1] != length or not 0 <= start <= cut.chunks - int(came[0]):
-            raise ValueError(
-                f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {cut.chunks} "
-                f"chunks of {length}: it was saved for another model"
-            )
+        _check_owner(entry, cut.chunks, length, where)
     for name in ("momentum", *rules_state, OWNER_ERROR):
         least = 0.0 if name in (*AdamW.moments, *AdamW.weights) else -_LARGEST
         if name in entry and not ((entry[name] >= least) & (entry[name] <= _LARGEST)).all():
             told = "in the state is not finite, or out of range"
             raise ValueError(f"the {saved.name_in_entry(name)} of parameter {number} {told}")
+
+
+def _check_owner(ours: Mapping[str, Any], chunks: int, length: int, where: str) -> None:
+    """Raises ValueError unless an owner's error is of some of a parameter's chunks."""
+    came, start = _shape_of(ours[OWNER_ERROR]), int(ours.get(OWNER_START, -1))
+    if len(came) != 2 or came[1] != length or not 0 <= start <= chunks - int(came[0]):
+        raise ValueError(
+            f"{where} has an owner's error of shape {came} from chunk {start} on, but there are {chunks} "
+            f"chunks of {length}: it was saved for another model"
+        )
 
 
 # The rank that saved a state
@@ -498,6 +504,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     for number, of_largest in read[largest].items():
         saved_of = {old: entries.get(number, replace(of_largest, ours={})) for old, entries in read.items()}
         try:
+            _check_addable(saved_of.values())
             if world_size != old_size:  # chunks get other owners
                 saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
             ours = dict(saved_of[largest].ours)
@@ -517,6 +524,26 @@ def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
     begin, end = rank * old_size, (rank + 1) * old_size  # of its interval, where that of an old rank is world_size long
     olds = range(begin // world_size, -(-end // world_size))
     return {old: Fraction(min(end, (old + 1) * world_size) - max(begin, old * world_size), old_size) for old in olds}
+
+
+def _check_addable(old: Iterable[SavedParameter]) -> None:
+    """Raises ValueError unless the old ranks' parts of a parameter are dense, and of one shape.
+
+    Sums come before `check_saved`. torch trusts the indices of a sparse tensor, and an expanded one has any size.
+    """
+    shapes: dict[bool, Any] = {}  # of the momenta, and of all weights
+    for saved in old:
+        for name, value in saved.ours.items():
+            if name not in ("global", *AVERAGED):
+                continue
+            came = _shape_of(value)
+            differs = isinstance(came, str) or came != shapes.setdefault(name == "momentum", came)
+            if differs or any(part.untyped_storage().nbytes() < part.nbytes for part in parts_of([value])):
+                named = saved.name_in_entry(name)
+                raise ValueError(f"the {named} is {came}; expected dense ones, of one shape in all ranks")
+        if OWNER_ERROR in saved.ours:
+            chunks, length = saved.ours["momentum"].shape
+            _check_owner(saved.ours, chunks, length, "it")
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:

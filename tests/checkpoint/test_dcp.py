@@ -266,7 +266,7 @@ def test_state_round_trips_by_torchs_functions_with_one_checkpoint_per_rank(kind
     assert ranks.run(_by_dcp, 3, kind, str(tmp_path / "checkpoint"), flat, True) == [[]] * 3
 
 
-@pytest.mark.filterwarnings("ignore:the state ")
+@pytest.mark.filterwarnings("ignore:the state ", "ignore:.*nested tensors is in prototype", "ignore:.*quantize_per")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", carriers.KINDS)
 def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
@@ -282,6 +282,10 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
         good = torch.as_tensor(state["state"][number].get(name, 0))
         wrong = torch.full_like(good.float(), torch.nan), good.to(torch.complex64), good.to("meta"), torch.zeros(3, 5)
         wrong += (good.float().to_sparse(), good.to(torch.float8_e5m2) if good.dim() else torch.tensor(0.5))
+        wrong += (
+            torch.nested.nested_tensor([good, good]),
+            torch.quantize_per_tensor(good.float(), 1.0, 0, torch.qint8),
+        )
         wrong += () if name in ("global", "start") else (torch.full_like(good.float(), 1e36),)
         for value in ("text", None, 10**400, *wrong):
             damaged = copy.deepcopy(state)
@@ -294,9 +298,15 @@ def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind, frozen):
         del damaged["state"][number][name]
         with pytest.raises(ValueError, match="parameter 2"):
             new.load_state_dict(damaged)
-    damaged = copy.deepcopy(state)
-    damaged["state"][number]["saved_by"] = "text"
-    new.load_state_dict(damaged)
+    mark = state["state"][number]["saved_by"]
+    for value in (
+        "text",
+        torch.nested.nested_tensor([mark]),
+        torch.quantize_per_tensor(mark.float(), 1, 0, torch.qint8),
+    ):
+        damaged = copy.deepcopy(state)
+        damaged["state"][number]["saved_by"] = value
+        new.load_state_dict(damaged)
     if "owner_error" in damaged["state"][number]:
         damaged["state"][number]["owner_start"] = torch.tensor(5)
         with pytest.raises(ValueError, match=r"parameter 2 has an owner's error of .* chunk 5 on, .* 5 chunks of 4"):

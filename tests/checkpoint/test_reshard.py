@@ -1,5 +1,6 @@
 """Another number of ranks, from their states or one consolidated file: no gradient is lost, and none counts twice."""
 
+import copy
 import functools
 import io
 from unittest.mock import Mock
@@ -7,6 +8,7 @@ from unittest.mock import Mock
 import carriers
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
@@ -120,6 +122,53 @@ def test_state_of_a_parameter_that_only_some_ranks_have_is_taken_or_refused():
         damaged = {**two["state"], 0: {**two["state"][0], "momentum": wrong}}
         with pytest.raises(ValueError, match="the state of parameter 0 is damaged in some rank"):
             share_of({0: one, 1: {**two, "state": damaged}}, 0, 1, 2)
+
+
+def _nested(value):
+    return torch.nested.nested_tensor([value, value])
+
+
+#: What a file may have in place of a part, by name: it cannot be added, or costs the file less than memory.
+UNLIKE = {
+    "sparse": Tensor.to_sparse,
+    "expanded": lambda value: torch.ones(()).expand_as(value),
+    "overlapping": lambda value: torch.ones(sum(value.shape)).as_strided(value.shape, (1,) * value.dim()),
+    "nested": _nested,
+    "on meta": lambda value: value.to("meta"),
+    "of one row": lambda value: value[:1].clone(),
+}
+
+
+@functools.cache
+def _of_two_owners():
+    return ranks.threads(_consolidated, 2, carriers.OWNERS)
+
+
+@pytest.mark.filterwarnings("ignore:the state was saved by", "ignore:.*nested tensors is in prototype stage")
+@pytest.mark.parametrize(
+    ("name", "unlike"),
+    [
+        *((name, unlike) for name in ("error", "local", "start", "global") for unlike in UNLIKE),
+        # an owner's is never longer than the error that it is added to
+        *(("owner_error", unlike) for unlike in UNLIKE if unlike not in ("expanded", "overlapping")),
+    ],
+)
+def test_parts_of_old_ranks_that_are_not_dense_or_differ_in_shape_are_refused_before_sums(name, unlike):
+    (one, whole), (two, _) = copy.deepcopy(_of_two_owners())
+    entry = two["state"][0]
+    entry.setdefault("start", entry["global"].clone())
+    if (name, unlike) == ("owner_error", "of one row"):
+        entry["owner_start"] += entry["error"].shape[0]
+    entry[name] = UNLIKE[unlike](entry[name])
+    with pytest.raises(ValueError, match=r"of parameter 0 is damaged in some rank|states are damaged|different models"):
+        demopt.reshard([one, two], 1)
+    whole["ranks"][1]["state"][0] = entry
+    new = carriers.build(carriers.OWNERS)
+    with (
+        problems.unchanged(new),
+        pytest.raises(ValueError, match="the state of parameter 0 is damaged in some rank"),
+    ):
+        new.load_state_dict(whole)
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
@@ -320,7 +369,7 @@ def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states():
         optimizer.consolidate_state_dict()
 
 
-class OfAClass(torch.Tensor):
+class OfAClass(Tensor):
     """A parameter of a class of its own, which its inner optimizer's moments have too."""
 
 

@@ -17,6 +17,14 @@ def is_made_of_others(tensor: Any) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
+def unlike_memory(tensor: Tensor) -> str:
+    """Returns why a tensor is no plain array of numbers, such as its layout; empty if it is one."""
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    faults = {"quantized": tensor.is_quantized, "nested": tensor.is_nested, "on the meta device": tensor.is_meta}
+    return next((fault for fault, holds in faults.items() if holds), "")
+
+
 def parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
     """Yields the plain tensors that hold these here: of a quantized weight of torchao all that it is made of."""
     for tensor in tensors:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.rules import RULE_STATE
-from demopt.exchange.dtensor import shard_of
+from demopt.exchange.dtensor import shard_of, unlike_memory
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.wiring import Wiring
 
@@ -35,7 +35,7 @@ class SavedBy(NamedTuple):
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
         """Reads it from a parameter's state, where it may be missing, or anything else."""
         value = entry.get(SAVED_BY)
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        if not isinstance(value, Tensor) or unlike_memory(value):
             return None
         if value.dtype != torch.int64 or value.shape != (5,):
             return None
