@@ -1,6 +1,9 @@
 """extract, exchange, apply and rollback; detached rounds; other ranks, and errors on one alone; torch.compile."""
 
 import functools
+import itertools
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,8 +11,10 @@ from torch import nn
 
 import problems
 import ranks
-from demopt import ExchangeError, MessageError, SettingsError
+from demopt import DriftError, ExchangeError, MessageError, SettingsError
+from demopt.codec.steps import subtract_sent
 from demopt.exchange import SingleRank, Threads
+from demopt.replicator.route import Route
 
 
 def _optimizer(exchange=None, **more):
@@ -274,6 +279,38 @@ def test_failed_step_leaves_no_loss_scale(local):
         optimizer.step()
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("applies", [True, False])
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_round_counts_once_where_memory_ends_as_what_was_sent_leaves_the_momentum(kind, applies, monkeypatch):
+    exactly = {"shapes": [(64, 64), (8, 8)], "transform": "identity", "top_k": 256, "values": "float32"}
+    if kind == "DeMo":
+        optimizer = problems.demo(**exactly, update="sgd", gradient_scale="lr")
+    else:
+        optimizer = problems.local(**exactly, sync_every=1, error_decay=1.0)
+    problems.fingerprints(optimizer, [0])
+    calls = itertools.count()
+
+    def full(*given):
+        if next(calls):
+            raise torch.OutOfMemoryError("device is full")
+        subtract_sent(*given)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("demopt.replicator.route.subtract_sent", full)
+        if not applies:
+            broken.setattr(Route, "apply", Mock(side_effect=MemoryError("in the middle")))
+        problems.set_gradients(problems.all_parameters(optimizer), 1)
+        with pytest.warns(UserWarning, match=r"could not leave all momenta of this rank \(device is full\)"):
+            with nullcontext() if applies else pytest.raises(DriftError, match="in the middle"):
+                optimizer.step()
+    assert [bool(momentum.any()) for momentum in problems.momenta(optimizer)] == [False, False]
+    assert (int(optimizer.replicator.round_number), getattr(optimizer, "local_steps", 0)) == (1 + applies, 0)
+    before = [value.clone() for value in problems.values(optimizer)]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert problems.same(before, problems.values(optimizer))
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")

@@ -1,6 +1,8 @@
 """Routes: "auto" takes that which receives fewer bytes, and says so; on both damage is refused, and resync repairs."""
 
+import functools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo, MessageError
+from demopt import DeMo, DriftError, LocalDeMo, MessageError
+from demopt.replicator import owner
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
@@ -92,3 +95,31 @@ def test_corrupted_bytes_are_refused_where_they_arrive_parts_by_all_and_resync_r
         assert ("refused by rank 0" in str(error)) == parts
     assert parts or [error for error, _ in others] == [None, None]
     assert all(of_rank == marks for _, of_rank in others)
+
+
+@pytest.mark.parametrize("name", ["decompress", "subtract"])
+def test_an_owner_that_cannot_apply_its_answer_does_not_answer_with_it_again(name, monkeypatch):
+    call, full = getattr(owner, name), set()
+
+    def ends(chunk_group, *given):
+        if id(chunk_group) in full:
+            raise torch.OutOfMemoryError("device is full")
+        return call(chunk_group, *given)
+
+    monkeypatch.setattr(owner, name, ends)
+
+    def errors(exchange, fails):
+        optimizer = problems.two_way(exchange, MANY)
+        problems.fingerprints(optimizer, range(2), exchange.rank)
+        if fails and exchange.rank == 1:
+            full.update(id(each) for each in optimizer.replicator.wiring().chunk_groups[-1:])
+        with pytest.raises(DriftError, match="device is full") if fails and exchange.rank == 1 else nullcontext():
+            problems.fingerprints(optimizer, [2], exchange.rank)
+        return [each.clone() for each in optimizer.replicator.wiring().route.errors]
+
+    (_, whole), (_, failed) = (ranks.threads(functools.partial(errors, fails=fails), 2) for fails in (False, True))
+    assert any(each.any() for each in whole)
+    if name == "decompress":
+        assert problems.same(whole, failed)
+    else:  # what has not left it is dropped
+        assert problems.same([*whole[:-1], torch.zeros_like(whole[-1])], failed)

@@ -136,17 +136,21 @@ class Owner(Route):
         return flags, _by_chunk_group([layout.checked(body, owner) for owner, (layout, body) in owners])
 
     def apply(self, decoded: Decoded, round_number: int) -> None:
-        for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
-            decompress(chunk_group, answers, round_number, self.workspace)
-        for number, sums in enumerate(self._sums):
-            span, answers = self.spans[number], decoded[number]
-            subtract(self.chunk_groups[number], sums, answers.chunks(span.start, span.stop))
-            self.errors[number].copy_(sums)
-        self._sums = []
+        try:
+            for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
+                decompress(chunk_group, answers, round_number, self.workspace)
+        finally:  # the other ranks apply the answers even if this one cannot, so its errors are those after them
+            ended, self._sums = self._sums, []
+            for errors in self.errors[: len(ended)]:
+                errors.zero_()  # dropped, if memory ends below: a later answer would have it again
+            for number, sums in enumerate(ended):
+                span, answers = self.spans[number], decoded[number]
+                subtract(self.chunk_groups[number], sums, answers.chunks(span.start, span.stop))
+                self.errors[number].copy_(sums)
 
-    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
+    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> str:
         del decoded, row  # answers, which no rank has sent
-        super().subtract_sent(data)
+        return super().subtract_sent(data)
 
 
 def _by_chunk_group(answers: list[Decoded]) -> Decoded:

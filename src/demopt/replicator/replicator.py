@@ -429,7 +429,7 @@ class Replicator:
         """Steps 6 to 8, as `DeMo.apply`."""
         started = time.perf_counter()
         current = self.round or self._begin_alone()
-        result = self._checked(current, messages)
+        result, left = self._checked(current, messages), ""
         current.wiring.require_unchanged()
         if not result.skipped:
             wiring, number = current.wiring, current.header.round_number
@@ -441,12 +441,13 @@ class Replicator:
                     told = f"applying the round has failed on this rank ({first_line(error)})"
                     raise DriftError(number, [], told, effect="its parameters are those of no round") from error
                 if current.row is not None:  # otherwise a later round sends it
-                    wiring.route.subtract_sent(current.data, result.decoded, current.row)
+                    left = wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
         self.enter_stage(current, "skipped" if result.skipped else "applied")
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
         self._count_skips(result)
+        _warn_of_dropped(left)
 
     def _count_skips(self, result: Result) -> None:
         """Warns, once, if round after round is skipped: nothing else shows that nothing is trained."""
@@ -646,9 +647,9 @@ class Replicator:
         Weights and number that include it come from elsewhere.
         """
         current, self.round = detached or self._current(), None
-        if current.row is not None:
-            current.wiring.route.subtract_sent(current.data)
+        left = "" if current.row is None else current.wiring.route.subtract_sent(current.data)
         self.enter_stage(current, "applied")
+        _warn_of_dropped(left)
 
     def resume_round(self, message: Tensor, attached: Any) -> None:
         """Goes on with the round of a message from before a restart, whose content the momentum has."""
@@ -689,3 +690,12 @@ class Replicator:
         groups, state, options, session, samples = packed
         self.__init__(groups, state, options, session.process_group)  # type: ignore[misc]
         self.samples = samples
+
+
+def _warn_of_dropped(left: str) -> None:
+    """Warns if an error has `left` what was sent in some momenta, once the round is applied."""
+    if left:
+        warn(
+            f"the round is applied, and what it has sent could not leave all momenta of this rank ({left}): those were "
+            "dropped, so that nothing counts twice. Free some memory"
+        )

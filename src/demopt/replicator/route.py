@@ -17,6 +17,7 @@ from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.codec.steps import Workspace, decompress, subtract_sent
 from demopt.core.agreement import trusted
+from demopt.errors import first_line
 from demopt.exchange import Exchange
 from demopt.wire.bits import Faults
 from demopt.wire.coefficients import Coefficients
@@ -121,14 +122,23 @@ class Route:
         for chunk_group, coefficients in zip(self.chunk_groups, self._trusted(decoded), strict=True):
             decompress(chunk_group, coefficients, round_number, self.workspace)
 
-    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
+    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> str:
         """The rest of step 4: the coefficients in this rank's message, which all have applied, leave its momentum.
 
-        They are decoded from its bytes `data`, or are row `row` of `decoded`.
+        They are decoded from its bytes `data`, or are row `row` of `decoded`. Where memory ends, momenta that have some
+        of them left are dropped, because a later round would apply these again. Returns that error, or an empty text.
         """
-        mine = self._own(data) if decoded is None else [coefficients.rank(row) for coefficients in decoded]
-        for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none if flagged
-            subtract_sent(chunk_group, coefficients)
+        done = 0
+        try:
+            mine = self._own(data) if decoded is None else [coefficients.rank(row) for coefficients in decoded]
+            for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none if flagged
+                subtract_sent(chunk_group, coefficients)
+                done += 1
+        except (MemoryError, RuntimeError) as error:
+            for chunk_group in self.chunk_groups[done:]:
+                chunk_group.momentum.zero_()
+            return first_line(error)
+        return ""
 
     def _own(self, data: list[Tensor]) -> Decoded:
         """Returns the coefficients in the bytes of this rank's message."""
