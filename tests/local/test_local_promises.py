@@ -226,25 +226,28 @@ def test_resync_from_a_rank_that_is_not_there_keeps_local_steps():
     assert problems.same(before, problems.values(optimizer))
 
 
-@pytest.mark.parametrize("owner", ["compress", "_copies"])
-def test_local_steps_count_once_where_a_device_has_no_memory_in_the_middle_of_a_round(owner, monkeypatch):
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("owner", ["compress", "compressed", "_copies"])
+def test_local_steps_count_once_where_memory_ends_in_the_middle_of_a_round(owner, kernels, monkeypatch):
     """Some chunk groups have the pseudo-gradient then, others do not; or there is no room for new starts."""
     found = []
     for fails in (False, True):
-        settings = {"top_k": 256, "transform": "identity", "values": "float32", "error_decay": 1.0, "kernels": "torch"}
+        settings = {"top_k": 256, "transform": "identity", "values": "float32", "error_decay": 1.0, "kernels": kernels}
         optimizer = make(shapes=[(8, 8), (4, 16), (5,)], inner=problems.SGD, **settings)
         train(optimizer, range(2))
         with monkeypatch.context() as full:
             if fails:
-                holder = LocalWeights if owner == "_copies" else replicator
-                calls, call = itertools.count(), getattr(holder, owner)
+                holder, name = (LocalWeights, owner) if owner == "_copies" else (replicator, "compress")
+                calls, call = itertools.count(), getattr(holder, name)
 
                 def second(*given, calls=calls, call=call):
                     if owner == "_copies" or next(calls) == 1:
+                        if owner == "compressed":
+                            call(*given)
                         raise torch.OutOfMemoryError("device is full")
                     return call(*given)
 
-                full.setattr(holder, owner, second)
+                full.setattr(holder, name, second)
                 full.setattr(optimizer.replicator, "exchange", Mock(side_effect=ExchangeError("away")))
                 with pytest.raises((torch.OutOfMemoryError, ExchangeError)):
                     optimizer.finish_round()

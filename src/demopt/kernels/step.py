@@ -252,6 +252,7 @@ class Kernel:
             found = positions, torch.empty(self._chunks, self._keep, dtype=torch.float32, device="cpu")
             job.positions, job.values = (address("coefficients", each, each.dtype) for each in found)
             job.keep = self._keep
+        torch.autograd.graph.increment_version([momentum_Crc])  # an error before it leaves the momentum as it was
         run("extract", job, momentum_Crc.numel())
         return found
 

@@ -306,7 +306,7 @@ class Replicator:
                     try:
                         sent.append(compress(chunk_group, gradients, factor, self._workspace, minus))
                     except BaseException:
-                        is_clean = chunk_group.kernel is None and chunk_group.momentum._version == before
+                        is_clean = chunk_group.momentum._version == before
                         current.untaken = wiring.chunk_groups[number if is_clean else number + 1 :]
                         raise
                 current.data = pack_sections(sent)
