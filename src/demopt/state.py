@@ -35,6 +35,7 @@ StateDict = dict[str, Any]
 PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
 _LARGEST = 1e35  # of momenta, errors and rules' state: gradients from 1e30 on count as infinite
+_LARGEST_WEIGHT = 1e30  # the local weights' distance from one is a pseudo-gradient
 RANKS = "ranks"
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
@@ -224,8 +225,8 @@ def _check_weights(ours: Mapping[str, Any], parameter: Tensor, transform: str, n
     mine = _shape_of(parameter)
     if came != [mine] * len(came):
         raise ValueError(f"the state of parameter {number} has shapes {came}, the parameter has {mine}")
-    if not all(ours[name].isfinite().all() for name in ("global", "start") if name in ours):
-        raise ValueError(f"the weights of parameter {number} in the state are not finite")
+    if not all((ours[name].abs() < _LARGEST_WEIGHT).all() for name in ("global", "start") if name in ours):
+        raise ValueError(f"the weights of parameter {number} in the state are not finite, or out of range")
 
 
 def _shape_of(value: Any) -> list[int] | str:
