@@ -318,6 +318,20 @@ def test_note_that_readers_take_is_not_too_deep_for_the_manifest_that_has_it():
     assert sent.note == deep[32], "the deepest one that an honest worker sends"
 
 
+DELETE = "\x7f" * 300  # a byte each, and six as `json.dumps` writes it
+
+
+@pytest.mark.parametrize("note", [[DELETE] * 2, {DELETE: DELETE}, [1e9] * 300, DELETE])
+def test_note_is_refused_if_a_manifest_would_write_it_longer_than_an_honest_one(note):
+    text = json.dumps(note, ensure_ascii=False).replace("1000000000.0", "1e9")
+    raw = json.dumps(written(MESSAGE)).replace('{"loss": 2.5}', text).encode() + b"\nbody"
+    assert len(raw) < log.MOST_ENVELOPE
+    fits = len(json.dumps(note)) <= log.MOST_NOTE
+    assert fits == (note == DELETE)
+    with contextlib.nullcontext() if fits else pytest.raises(MessageError, match=r"its note takes .* bytes as JSON"):
+        assert log.read_message("m", raw, RUN, 3, "w-1").note == note
+
+
 @pytest.mark.parametrize("note", ["NaN", "Infinity", "1e999", "-1e400"])
 def test_number_that_is_not_finite_is_no_note(note):
     raw = json.dumps(written(MESSAGE)).replace("2.5", note).encode() + b"\n"

@@ -62,7 +62,6 @@ _REMEDY = (  # for a manifest that is gone or damaged
     "restore it; if it is the newest and no worker runs, delete it and the checkpoints after it: then its round is "
     "decided again"
 )
-_MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 _NOT_JOINED = "this worker has not joined the run yet; the first step, or join(), does"
 
 
@@ -366,7 +365,7 @@ class FolderExchange(VaryingExchange):
         if not self.joined:  # it may know the record: `observe` has read it, or it had joined before it loaded a state
             raise RuntimeError(_NOT_JOINED)
         log.check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
-        note = _as_json("note", self.note() if callable(self.note) else self.note, _MOST_NOTE)
+        note = _as_json("note", self.note() if callable(self.note) else self.note, log.MOST_NOTE)
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,

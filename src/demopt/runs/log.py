@@ -30,6 +30,7 @@ MOST_DEPTH = 40  # lists and dicts in one another
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
+MOST_NOTE = MOST_ENVELOPE - 1024  # bytes of a message's note, as `json.dumps` writes it
 _LOST = 100  # rounds, at most, whose manifests may be gone before a checkpoint that is looked at
 
 T = TypeVar("T")
@@ -288,6 +289,8 @@ def read_message(name: str, data: bytes, run: str, number: int | None = None, wo
     for entry, wanted in (("run", run), ("round", number), ("worker", worker)):
         if wanted is not None and (came := getattr(message, entry)) != wanted:
             raise MessageError(f"{name} is of {entry} {came}, expected {wanted}")
+    if (size := len(json.dumps(message.note))) > MOST_NOTE:  # a raw 0x7f takes six in the manifest
+        raise MessageError(f"{name} is damaged: its note takes {size:,} bytes as JSON, of at most {MOST_NOTE:,}")
     return message
 
 
