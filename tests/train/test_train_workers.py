@@ -10,14 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 import train_runs
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from train_runs import COMMAND, LIMIT, SMALL, alive, assert_same, metrics, steps_done, workers_of
 
 import forked
-from demopt.errors import DemoptError
-from demopt.train import launch
+from demopt.errors import DemoptError, ExchangeError
+from demopt.exchange.process_group import _timeout_of
+from demopt.train import launch, team
 from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.launch import explain
 from demopt.train.out import OutFolder
@@ -118,6 +119,37 @@ def test_ranks_that_would_resume_from_unlike_checkpoints_or_not_at_all_are_refus
         (code, told), _ = _by_hand(here, [*data, "--resume"], [*data, *theirs])
         assert (code, said in told) == (2, True), told
     assert_same(here, finished[0])
+
+
+def test_absent_rank_is_told(monkeypatch):
+    monkeypatch.setattr(team.dist, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 2)]))
+    with pytest.raises(ExchangeError, match=r"^rank 1 did not start within 1 s; see the output there$"):
+        team.join(TrainConfig(timeout=1))
+
+
+@pytest.mark.parametrize("local", ["1", "2"], ids=["two machines", "one machine"])
+def test_ranks_that_cannot_connect_are_told_and_have_a_fifth_of_the_time(local, monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "10.0.0.1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(team, "refuse_loopback", lambda _: None)
+    monkeypatch.setattr(team.dist, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 1)]))
+    connect = Mock(side_effect=RuntimeError("Gloo connectFullMesh failed with Connect timeout\nframes"))
+    monkeypatch.setattr(team.dist, "init_process_group", connect)
+    remedy = "; demopt doctor --peers ... on all machines finds the obstacle" if local == "1" else ""
+    with pytest.raises(ExchangeError) as told:
+        team.join(TrainConfig(timeout=600))
+    assert str(told.value) == f"the ranks cannot connect: Gloo connectFullMesh failed with Connect timeout{remedy}"
+    assert connect.call_args.kwargs["timeout"].total_seconds() == 120
+
+
+def test_connected_ranks_wait_for_each_other_as_long_as_the_time_out(monkeypatch):
+    monkeypatch.setattr(team.dist, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 1)]))
+    team.join(TrainConfig(timeout=600))
+    try:
+        assert _timeout_of(team.dist.group.WORLD).total_seconds() == 600
+    finally:
+        team.dist.destroy_process_group()
 
 
 def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):

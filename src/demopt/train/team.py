@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from demopt.errors import ExchangeError, first_line
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import can_connect, dist
@@ -82,12 +83,32 @@ def join(config: TrainConfig) -> Team:
     torch.set_num_threads(config.threads or max(1, cores() // here))
     if _spans_machines():
         refuse_loopback(os.environ["MASTER_ADDR"])
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
+    _connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", config.timeout)
     if dist.get_rank() == 0 and _spans_machines():
         safe = "in a network that you trust, or through a folder with a key (--run, --key-file)"
         tell(f"anyone who can reach the ports of this run can join it or change its messages; train {safe}")
     return Team(dist.get_rank(), dist.get_world_size(), device, Collective())
+
+
+def _connect(backend: str, seconds: float) -> None:
+    """Makes the default process group, of that time-out; raises ExchangeError if a rank is absent, or unreachable."""
+    timeout = timedelta(seconds=seconds)
+    remedy = "; demopt doctor --peers ... on all machines finds the obstacle" if _spans_machines() else ""
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        names = [f"rank {each}" for each in range(size)]
+        store.set(names[rank], "")
+        with suppress(RuntimeError):
+            store.wait(names, timeout)
+        if absent := [name for name in names if not store.check([name])]:
+            raise ExchangeError(f"{', '.join(absent)} did not start within {seconds:g} s; see the output there{remedy}")
+        # gloo tries for five time-outs to connect two ranks. All are here: a fifth suffices.
+        tries = max(timeout / 5, timedelta(seconds=1))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=tries)
+    except RuntimeError as error:
+        raise ExchangeError(f"the ranks cannot connect: {first_line(error)}{remedy}") from error
+    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def _spans_machines() -> bool:
