@@ -1,11 +1,13 @@
 """The replay: a run's weights, computed again from its log."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
 from torch.nn import Parameter
 
+from demopt.core.chunking import chunking
 from demopt.errors import ExchangeError, MessageError, first_line
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.wiring import Options
@@ -17,6 +19,9 @@ from demopt.runs.log import Manifest
 from demopt.runs.open_round import CoveredError, ForkedError
 from demopt.runs.store import RECORD, Store
 from demopt.runs.weights import FolderRounds
+from demopt.validation import check_count
+
+_MOST_BASES = 1 << 25  # elements of all transforms: with a large chunk a short record would fill the memory
 
 
 def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
@@ -57,13 +62,18 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
 
 def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
     """Returns a replicator with the run's settings and shapes, over zeros."""
-    groups = []
+    groups, sides = [], set[int]()
     try:
         for group in record.groups:
             settings = {name: value for name, value in group.items() if name != "parameters"}
             shapes = log.shapes_of(RECORD, group.get("parameters"))
+            chunk = check_count("chunk", settings["chunk"], high=math.isqrt(_MOST_BASES))
+            for shape, _ in shapes:
+                sides.update(chunking(tuple(shape), chunk, settings["chunking"]).chunk_shape)
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in shapes]
             groups.append({**settings, "params": [*map(Parameter, zeros)]})
+        if sum(side * side for side in sides) > _MOST_BASES:
+            raise ValueError(f"its chunks have {len(sides):,} different sides, of up to {max(sides):,}")
         facts = tuple((name, text) for name, text in record.config_facts)
         return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
