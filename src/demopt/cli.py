@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from demopt.errors import printable
 from demopt.output import open_outlets, tell
 
 if TYPE_CHECKING:
@@ -146,12 +147,14 @@ def _train(config: "TrainConfig") -> int:
     rank, size, host, port = places.values()
     if rank and (absent := ", ".join(name for name, value in places.items() if not value)):
         raise InputError(f"RANK is set, as by torchrun, but not {absent}; start the workers by torchrun, or unset RANK")
+    if rank:
+        _check_place()
     if rank in (None, "0"):  # importing torch takes seconds: print something first
         text = ", ".join(config.data) or "the text of Python's standard library"
         workers = f"starting {config.workers} worker{'s' * (config.workers > 1)}"
         if rank:  # the address, because a wrong one never answers
             workers = f"waiting for all {size} workers at {host}:{port}"
-        print(f"reading {text}, {workers} ...")
+        print(printable(f"reading {text}, {workers} ..."))
     if rank:
         from demopt.train.worker import under_torchrun
 
@@ -166,6 +169,24 @@ def _train(config: "TrainConfig") -> int:
     from demopt.train.launch import train
 
     return train(config)
+
+
+def _check_place() -> None:
+    """Raises InputError unless torchrun's variables, which torch reads, are whole numbers in range."""
+    from demopt.train.config import MANY, InputError
+
+    def number(name: str, least: int, most: int, default: int | None = None) -> int:
+        given = os.environ.get(name, str(default))
+        if not (given.isdecimal() and least <= int(given) <= most):
+            wanted = f"{name} is {given!r}, expected a whole number from {least} to {most}"
+            raise InputError(f"{wanted}; start the workers by torchrun, or unset RANK")
+        return int(given)
+
+    size = number("WORLD_SIZE", 1, MANY)
+    number("RANK", 0, size - 1)
+    here = number("LOCAL_WORLD_SIZE", 1, size, default=size)
+    number("LOCAL_RANK", 0, here - 1, default=0)
+    number("MASTER_PORT", 1, 65535)
 
 
 def _run(arguments: list[str]) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 from demopt.errors import printable
 
+_LONGEST = 1000  # letters at each end of a line, which may quote a whole file
+
 
 class Outlet(io.RawIOBase):
     """The file below a stream, which drops what it cannot take; `lost` says why, or is empty: the reader has left."""
@@ -49,5 +51,10 @@ def is_read() -> bool:
 def tell(text: str, code: int = 0) -> int:
     """Writes a line to stderr, and returns `code`; below Python's buffers, at which a signal may find the process."""
     stream: Any = sys.stderr
-    stream.buffer.raw.write(f"demopt: {printable(text)}\n".encode(stream.encoding, "backslashreplace"))
+    lines = [
+        line if len(line) <= 2 * _LONGEST else f"{line[:_LONGEST]} ... {line[-_LONGEST:]}"
+        for line in printable(text).split("\n")
+    ]
+    told = "\n".join(lines)
+    stream.buffer.raw.write(f"demopt: {told}\n".encode(stream.encoding, "backslashreplace"))
     return code

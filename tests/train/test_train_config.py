@@ -19,7 +19,7 @@ from train_runs import COMMAND, SMALL
 from demopt import V1, DeMo, LocalDeMo, cli
 from demopt.errors import DemoptError
 from demopt.exchange import SingleRank
-from demopt.train import checkpoint
+from demopt.train import checkpoint, team
 from demopt.train import method as method_module
 from demopt.train.config import (
     SETTINGS,
@@ -427,11 +427,11 @@ def test_command_line_without_typer_says_what_to_install():
 
 
 def test_under_torchrun_a_run_in_a_folder_is_refused_after_the_address_of_the_first_worker(monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "10.0.0.1\x1b"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SharedInputError, match="--run needs no torchrun"):
         cli._train(TrainConfig(run="folder"))
-    assert "waiting for all 2 workers at 10.0.0.1:29500 ..." in capsys.readouterr().out
+    assert "waiting for all 2 workers at 10.0.0.1\\x1b:29500 ..." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1"}])
@@ -444,6 +444,38 @@ def test_rank_that_nobody_has_set_for_a_run_is_told(given, monkeypatch):
     absent = ", ".join(name for name in names if name not in given)
     with pytest.raises(InputError, match=f"^RANK is set, as by torchrun, but not {absent}; start .*, or unset RANK$"):
         cli._train(TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+            for value in ("1.5", "-1", "x")
+        ),
+        *(("RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "3"), ("MASTER_PORT", "65536")),
+    ],
+)
+def test_place_under_torchrun_that_is_no_number_in_range_is_refused(name, value, monkeypatch):
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    for each, usual in {**whole, name: value}.items():
+        monkeypatch.setenv(each, usual)
+    with pytest.raises(InputError, match=f"^{name} is '{value}', expected a whole number from . to .*; start the work"):
+        cli._train(TrainConfig())
+
+
+def test_master_address_that_no_host_can_have_is_on_another_machine(monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "a..b")):
+        monkeypatch.setenv(name, value)
+    assert team._spans_machines()
+
+
+def test_line_about_a_long_value_is_cut_and_ends_with_the_remedy(command):
+    told = command("train", "--lora", "x" * 70_000, code=2)
+    assert len(told) < 2200
+    assert told.startswith("demopt: Invalid value for '--lora': ")
+    assert told.endswith("x' (see demopt train --help)\n")
 
 
 def test_mistyped_command_and_flags_of_other_programs_are_answered_with_those_meant(command):

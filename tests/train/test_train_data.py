@@ -47,6 +47,14 @@ def test_corpus_ignores_file_names_and_places(tmp_path, text):
     assert np.array_equal(one.train.rows[0], other.train.rows[0])
 
 
+def test_text_that_memory_cannot_hold_is_refused(text, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.read_bytes", Mock(side_effect=MemoryError))
+    with pytest.raises(
+        InputError, match=r"^--data: .*[kM]B.* take more memory than there is; give less, or tokens in a"
+    ):
+        data.load_corpus(replace(CONFIG, data=[str(text)]))
+
+
 def test_split_puts_no_document_on_both_sides():
     texts = [bytes([65 + n]) * (10 + n) for n in range(40)] * 2
     train, val = data.split(texts, 0.2)

@@ -111,7 +111,11 @@ def load_corpus(config: TrainConfig) -> Corpus:
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
     # Before minutes of reading, after which a file may be gone.
     source = _source(files, left) if config.data else "the text of Python's standard library"
-    train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_text(config, files)
+    try:
+        train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_text(config, files)
+    except MemoryError:
+        remedy = "give less, or tokens in a .npy or .bin file, which stays on the disk"
+        raise InputError(f"--data: {source} take more memory than there is; {remedy}") from None
     for name, part in (("training", train), ("validation", val)):
         if not part.windows(_window(config)):
             wanted = f"a sequence takes {_window(config):,}: give more text or a smaller --sequence"

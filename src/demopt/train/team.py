@@ -117,7 +117,7 @@ def _spans_machines() -> bool:
         return False
     try:
         return not socket.gethostbyname(os.environ.get("MASTER_ADDR", "localhost")).startswith("127.")
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of a name that no host can have
         return True
 
 
