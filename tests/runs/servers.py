@@ -63,7 +63,7 @@ def _start(command: list[str], make_bucket: Callable[[], bool]) -> None:
 
 def own_names(host: str) -> list[str]:
     """The rights of a worker that may write the names of its own host and the common ones, and delete no others."""
-    written = (f"rounds/*/{host}-*", "rounds/*/manifest*", "checkpoints/*", "moments/*", "start/*", "run")
+    written = (f"rounds/*/{host}-*", "rounds/*/manifest*", "checkpoints/*", "moments/*")
     return ["Read:bucket", "List:bucket", *(f"Write:bucket/*/{name}" for name in written)]
 
 

@@ -502,6 +502,7 @@ def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_
     """The recipe of docs/folder.md for a bucket. Old messages of others stay, and the worker says so."""
     servers.environment("s3", monkeypatch)
     place, workers = f"s3://bucket/recipe-{os.urandom(8).hex()}", []
+    Worker(place, 0, checkpoint_every=1, sync_every=1).join()  # the bucket's owner starts the run
     for name in ("alice", "bob"):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", name)
         workers.append(Worker(place, 0, checkpoint_every=1, sync_every=1))

@@ -162,6 +162,26 @@ def test_record_that_was_deleted_is_back_with_the_next_checkpoint(store):
     assert Worker(store, 1).join().digest == first.digest
 
 
+@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])
+def test_checkpoints_are_written_by_a_worker_that_may_not_write_the_record(is_gone):
+    Worker(store := ObjectStore(), 0, checkpoint_every=1).join()
+    worker = Worker(store, 1, checkpoint_every=1).round()
+    if is_gone:
+        store.delete([RECORD])
+    worker.run.store.patience, put, tries = 2.0, store.put_if_absent, []
+
+    def denied(name, data):
+        if name == RECORD:
+            tries.append(name)
+            raise StoreError("access denied", at_first=True)
+        return put(name, data)
+
+    store.put_if_absent = denied
+    worker.round(3)
+    assert log.checkpoints(store) == [0, 3, 4]
+    assert (tries, worker.said) == ([RECORD] * 3 * is_gone, [])
+
+
 def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     first = Worker(ObjectStore(), 0)
     rounds(first, Worker(store, 1))

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from demopt.errors import ExchangeError, MessageError
+from demopt.errors import DemoptError, ExchangeError, MessageError
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import Moments
@@ -50,7 +51,6 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*rounded]}, [*rounded.values()])
 
     def write() -> None:
-        log.put_record(run.store, run.record)  # if somebody has deleted it: without it no worker can join
         name = log.checkpoint_name(run.record, number)
         there = run.store.put_if_absent(name, data) or run.store.get(name, len(data))
         if there not in (True, data, None):  # None: there are newer ones
@@ -59,6 +59,9 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
             run.store.put_if_absent(log.moments_name(number), lent)
         if number % run.record.checkpoint_every == 0:
             _delete_old(run, number)
+        with suppress(DemoptError):  # last, and at will: not every worker may write it
+            if log.read_record(run.store) is None:  # somebody has deleted it: without it no worker can join
+                log.put_record(run.store, run.record)
 
     run.later(write)
 
