@@ -312,6 +312,25 @@ def test_request_that_has_no_end_on_a_disk_is_told_waited_for_and_left_behind_by
     answers.set()
 
 
+def test_long_object_on_a_slow_disk_is_waited_for_where_the_user_asks_to_stop(monkeypatch):
+    for name in ("_SILENCE", "_LONG_SILENCE", "_TOLD_AFTER"):
+        monkeypatch.setattr(store_module, name, 0.05)
+    data, store = bytes(20_000_000), Mock(spec=Disk, address="disk", has_end=False)
+    for call in (store.get, store.put_if_absent, store.read):
+        call.side_effect = lambda *_: time.sleep(0.5) or data
+    patient = Patient(store, patience=600.0, say=pytest.fail)
+    patient.asked_to_stop = lambda: True
+    assert patient.put_if_absent("checkpoints/1", data)
+    assert patient.get("checkpoints/1", len(data)) is patient.read("checkpoints/1", len(data), bytes) is data
+
+
+def test_request_to_a_disk_that_a_pause_of_the_process_has_made_long_is_waited_for(monkeypatch):
+    monkeypatch.setattr(store_module, "_SILENCE", 2.0)
+    store = Mock(spec=Disk, address="disk", has_end=False)
+    store.list.side_effect = lambda _: time.sleep(2.3) or {"a"}
+    assert Patient(store, patience=1.8, say=pytest.fail).list("rounds") == {"a"}
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, None])
 def test_path_on_a_disk_that_does_not_answer_is_no_wrong_one(number, tmp_path, monkeypatch):
     answers = threading.Event()

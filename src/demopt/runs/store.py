@@ -22,7 +22,8 @@ T = TypeVar("T")
 _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
-_LONG_SILENCE = 60.0  # such seconds on a disk, at most, for a long object
+_LONG_SILENCE = 60.0  # such seconds on a disk, at most, for a long object, unless it needs more
+_SLOW_DISK = 1_000_000  # bytes per second of a disk that needs more
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from a server, or without an end on a disk, after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
@@ -159,7 +160,7 @@ class _Request(Generic[T]):
 
     def __init__(self, store: Store, kind: str, call: Callable[[], T], size: int) -> None:
         self._store, self._kind, self._call = store, kind, call
-        self._silence = min(_SILENCE + size / _SLOWEST, _LONG_SILENCE)
+        self._silence = min(_SILENCE + size / _SLOWEST, max(_LONG_SILENCE, size / _SLOW_DISK))
         self._elsewhere = not store.has_end or threading.current_thread() is threading.main_thread()
         self.pending: Future[T] | None = None  # left behind if nobody waits for it any more
         self._until = 0.0  # the time (monotonic) from which on a disk is silent
@@ -191,11 +192,11 @@ class Patient(Store):
         self._reasons: set[str] = set()  # that the user has heard then
 
     def get(self, name: str, most: int) -> bytes | None:
-        return self._repeat("get", lambda: self.inner.get(name, most), most if most > MOST_JSON else 0)
+        return self._repeat("get", lambda: self.inner.get(name, most), most)
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
         """As `Store`, but repeated for two seconds while it is damaged."""
-        return self._repeat("get", lambda: self.inner.read(name, most, parse), damaged=_DAMAGED)
+        return self._repeat("get", lambda: self.inner.read(name, most, parse), most, _DAMAGED)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
@@ -211,6 +212,7 @@ class Patient(Store):
 
     def _repeat(self, kind: str, call: Callable[[], T], size: int = 0, damaged: float = 0.0) -> T:
         """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating then."""
+        size = 0 if kind == "get" and size <= MOST_JSON else size  # most are far shorter
         began, attempt, long, request = time.monotonic(), 0, False, _Request(self.inner, kind, call, size)
         while True:
             try:
@@ -219,15 +221,15 @@ class Patient(Store):
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
             except StoreError as error:
-                if attempt == 0:  # what took long was no silence
-                    began = max(began, time.monotonic() - _SILENCE)
+                if attempt == 0:  # what took long was no silence; or this process slept
+                    began = max(began, time.monotonic() - min(_SILENCE, self.patience / 2))
                 away, known = time.monotonic() - began, kind in self._answered
                 stays = kind == "delete"  # what cannot be deleted may stay
                 limit = self.patience if known and not stays else min(self.patience, _FIRST_PATIENCE)
                 limit += size // _SLOWEST if request.pending and self.patience else 0
                 if error.at_first and (stays or not known):
                     raise DeniedError(str(error)) from error
-                if away > limit:
+                if away >= limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
                 if (long := away > _TOLD_AFTER) and (
                     reason := str(error).removeprefix(self.address).partition(" (")[0]
