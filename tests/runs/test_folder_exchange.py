@@ -26,6 +26,7 @@ from demopt.errors import DemoptError, ExchangeError, MessageError, SettingsErro
 from demopt.exchange import Threads
 from demopt.replicator.route import Route
 from demopt.runs import checkpoints, log
+from demopt.runs import stop as stop_module
 from demopt.runs.open_round import CoveredError, ForkedError, OpenRound
 from demopt.runs.replay import replay
 from demopt.runs.stop import put_stop
@@ -584,6 +585,18 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     assert (first.run.stopping, worker.run.stopping) == (False, True)
     worker.optimizer.load_state_dict(worker.state())
     assert not worker.round().run.stopping, "it has come after that wish"
+
+
+@pytest.mark.parametrize("case", ["an old number", "a damaged manifest"])
+def test_wish_that_no_round_has_obeyed_is_heard(case, monkeypatch):
+    worker = Worker(ObjectStore(), 0).round(4)
+    if case == "an old number":
+        monkeypatch.setattr(stop_module, "_SOON", 2)  # rounds of milliseconds
+    else:
+        damaged = Mock(side_effect=MessageError("damaged"))
+        monkeypatch.setattr(stop_module, "read_manifest", at_first(damaged, stop_module.read_manifest))
+    put_stop(worker.run.store, 0, worker.run.record.identity)
+    assert worker.round(2).run.stopping
 
 
 @pytest.mark.parametrize("read", ["after an error of find_run", "after an error of join", "cut", "never in time"])

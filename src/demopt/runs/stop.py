@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from demopt.errors import ExchangeError, MessageError
-from demopt.runs.log import MOST_ENVELOPE, read, read_manifest
+from demopt.runs.log import MOST_ENVELOPE, MOST_ROUNDS, read, read_manifest
 from demopt.runs.store import Store
 
 STOP = "stop"
@@ -69,7 +69,7 @@ class StopWish:
         """From now on the worker is in the run: only a wish that comes later is for it."""
         self._run = run
         self._old, self.heard_at = self._read(), math.inf
-        self._is_old_open = self._old is not None and not self._is_obeyed(self._old)
+        self._is_old_open = self._old is not None and not self._is_obeyed(self._old, _SOON)
 
     def hear(self) -> bool:
         """Whether there is one for this worker; reads it until then. One that a round has obeyed is for nobody."""
@@ -87,11 +87,11 @@ class StopWish:
             return None
         return _asked_in(wish)
 
-    def _is_obeyed(self, wish: bytes) -> bool:
-        """Whether a round since a wish has ended the run."""
+    def _is_obeyed(self, wish: bytes, most: int = MOST_ROUNDS) -> bool:
+        """Whether a round since a wish, of the first `most`, has ended the run; or nobody has heard it in them all."""
         number = _asked_in(wish)
-        with suppress(MessageError):  # whoever needs a damaged one says so
-            for each in range(number, number + _SOON):
+        for each in range(number, number + most):
+            with suppress(MessageError):  # whoever needs a damaged one says so
                 if (manifest := read_manifest(self._store, self._run, each)) is None or manifest.stop:
                     return manifest is not None
         return True
