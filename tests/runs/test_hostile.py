@@ -201,6 +201,26 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     assert log.draft(MESSAGE, None, {"w-2": (dataclasses.replace(MESSAGE, stop=True), "0")}, {}, {}).stop
 
 
+@pytest.mark.parametrize(
+    "reading",
+    [
+        Reading(9, 4, {"\x7f" * 1_400_000: [(0, 1)]}, []),  # whose manifest is shorter as a stranger writes it
+        Reading(1 << 40, 1_000_000, {}, [(number, number + 1) for number in range(0, 1_000_000, 2)]),
+    ],
+    ids=["a name", "many spans"],
+)
+def test_manifest_after_a_strangers_long_reading_can_be_read(reading):
+    values = dataclasses.asdict(dataclasses.replace(MANIFEST, reading=reading))
+    raw = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
+    assert len(raw) < log.MOST_JSON
+    author = dataclasses.replace(MESSAGE, round=4)
+    manifest = log.draft(author, log._manifest(raw, RUN, 3), {"w-1": (author, "00" * 16)}, {}, {})
+    data = json.dumps(dataclasses.asdict(manifest)).encode()
+    assert len(data) < log.MOST_JSON
+    assert log._manifest(data, RUN, 4) == manifest
+    assert manifest.reading.held == {"w-1": [(reading.unread, reading.unread + 2)]}
+
+
 def test_wish_to_stop_is_of_one_run():
     store = ObjectStore()
     put_stop(store, 7, RUN)

@@ -211,6 +211,8 @@ def _reading(
         if author.reads is None:
             return None
         known = Reading(author.reads.total)
+    if len(json.dumps(asdict(known))) > MOST_JSON // 2:  # a stranger's, after which nobody could read this one
+        known = Reading(known.total, known.unread)  # what was handed out counts as read
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
     wanted |= {worker: said[worker].wanted for worker in wanted if worker in said}
