@@ -6,6 +6,8 @@ element that ends as -1/W was applied once, in a round of W members.
 """
 
 import copy
+import functools
+import itertools
 import logging
 import os
 import signal
@@ -22,8 +24,9 @@ import torch.distributed as dist
 import demopt
 import problems
 import ranks
-from demopt.errors import ExchangeError
-from demopt.exchange import SingleRank
+from demopt.codec.steps import decompress
+from demopt.errors import ExchangeError, SettingsError
+from demopt.exchange import Exchange, SingleRank
 from demopt.integrations.torchft import Optimizer, QuorumExchange
 from forked import CONTEXT
 
@@ -277,6 +280,34 @@ def test_state_saved_after_an_interrupted_round_has_its_local_steps_once():
         torch.testing.assert_close(*pair)
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_interrupt_as_a_round_is_attached_leaves_it_for_the_next_try(gives_up):
+    pytest.importorskip("torchft")
+    weights = []
+    for interrupts in (False, True):
+        optimizer = _alone()
+        attach, calls = optimizer.inner.replicator.attach_round, itertools.count()
+
+        def attached(detached, attach=attach, calls=calls):
+            message = attach(detached)
+            if not next(calls):
+                signal.raise_signal(signal.SIGINT)
+            return message
+
+        if interrupts:
+            optimizer.inner.replicator.attach_round = attached
+        if gives_up:
+            optimizer._quorum.form.side_effect = [SettingsError("another lr"), *[None] * 9]
+        for n in range(4):
+            problems.set_gradients(problems.all_parameters(optimizer.inner), n)
+            with suppress(KeyboardInterrupt, SettingsError):
+                optimizer.step()
+        optimizer.finish_round()
+        weights.append(problems.values(optimizer.inner))
+    for pair in zip(*weights, strict=True):
+        torch.testing.assert_close(*pair)
+
+
 def _alone():
     """A worker that has met, with no others; the exact settings send all of it."""
     exactly = {"transform": "identity", "top_k": 4096, "values": "float64"}
@@ -300,3 +331,86 @@ def test_messages_applied_after_a_checkpoint_do_not_count_once_it_is_loaded():
     assert optimizer._given()["counted"] == [(optimizer._name, 7)]
     optimizer.load_state_dict(before)
     assert optimizer._given()["counted"] == []
+
+
+class _Manager:
+    """A manager of threads, without torchft; `step` moves on by a vote."""
+
+    def __init__(self):
+        self.step = 0
+
+    def current_step(self):
+        return self.step
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, found):
+        self.step = found["step"]
+
+
+class _Reversed(Exchange):
+    """Two ranks in the other order."""
+
+    def __init__(self, whole):
+        self.whole, self.rank, self.world_size = whole, 1 - whole.rank, 2
+
+    def all_gather(self, message_B):
+        return self.whole.all_gather(message_B).flip(0)
+
+    def broadcast(self, data_B, src):
+        self.whole.broadcast(data_B, 1 - src)
+
+
+class _Meets:
+    """A quorum of all threads that compares weights before every round."""
+
+    met = False
+
+    def __init__(self, manager, exchange):
+        self.manager, self.all, self.refused = manager, exchange, []
+
+    def form(self):
+        self.met = False
+
+    def exchange(self, seconds=None, ranks=()):
+        return _Reversed(self.all) if tuple(ranks) == (1, 0) else self.all
+
+    def vote(self):
+        self.manager.step += 1
+        return True
+
+    def refuse(self, error):
+        self.refused.append(error)
+
+
+def _apply_in_part(inner, messages):
+    del inner.apply
+    route = inner.replicator.wiring().route
+
+    def apply(decoded, number):
+        del route.apply
+        decompress(route.chunk_groups[0], decoded[0], number, route.workspace)
+        raise torch.OutOfMemoryError("device is full")
+
+    route.apply = apply
+    inner.apply(messages)
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@ranks.alike(2)
+def test_worker_that_has_applied_a_round_in_part_takes_the_weights_of_another(exchange, kind):
+    pytest.importorskip("torchft")
+    make, more = (problems.demo, {}) if kind == "DeMo" else (problems.local, {"sync_every": 1})
+    inner = make(exchange, [(16, 16), (8, 8)], top_k=24, **more)
+    optimizer = Optimizer(_Manager(), inner)
+    optimizer._new, optimizer._quorum = False, _Meets(optimizer._manager, exchange)
+    tears = exchange.rank == 0  # the first of those with the newest step would give its weights to all
+    for step in range(3 if tears else 4):
+        if step == 2 and tears:
+            inner.apply = functools.partial(_apply_in_part, inner)
+        problems.set_gradients(problems.all_parameters(inner), step, exchange.rank)
+        optimizer.step()
+        assert len(optimizer._quorum.refused) == (step == 2 and tears)
+    assert optimizer._manager.step == int(inner.replicator.round_number) == 4
+    return inner.fingerprint(state=True), problems.bits(problems.all_parameters(inner))

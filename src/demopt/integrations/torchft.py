@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from demopt.errors import DemoptError, ExchangeError, SettingsError, first_line
+from demopt.errors import DemoptError, DriftError, ExchangeError, SettingsError, first_line
 from demopt.exchange import Exchange
 from demopt.exchange.interface import gather_values
 from demopt.interrupts import uninterrupted
@@ -90,7 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         self._names = [self._name]  # of the workers of the last quorum, by rank
         self._counted: dict[int, int] = {}  # by name: the last step at which that worker's message was applied
         self._new = True  # has not trained with the run yet
-        self._torn = False  # the weights are a mixture: a peer was lost while it sent its weights
+        self._torn = False  # the weights are a mixture: a peer was lost as it sent its own, or `apply` has failed
         self._detached: Round | None = None  # this worker's message, if it may not have been applied
         self._since = 0  # the step at which it was extracted
 
@@ -162,28 +162,33 @@ class Optimizer(torch.optim.Optimizer):
     def _attempt(self, detached: Round) -> None:
         """Exchanges, checks, votes, and applies if all agree. On an error the round stays detached."""
         inner, exchange = self.inner, self._quorum.exchange()
-        message = inner.replicator.attach_round(detached)
         try:
-            messages = inner.exchange(message)
+            messages = inner.exchange(inner.replicator.attach_round(detached))
             inner.replicator.check(messages)
             exchange.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))  # now all have checked theirs
             step = self._manager.current_step()
             if not self._quorum.vote():
                 raise ExchangeError("the manager voted against the round: too few workers")
         except BaseException:
-            self._detached = inner.replicator.detach_round()
+            if inner.replicator.round is not None:  # otherwise it is detached still
+                self._detached = inner.replicator.detach_round()
             raise
         with uninterrupted():
             self._detached = None
-            inner.apply(messages)
+            try:
+                inner.apply(messages)
+            except DriftError:  # it was applied in part
+                self._torn = True
+                raise
             self._counted |= dict.fromkeys(self._names, step)
 
     def _give_up(self) -> None:
         self._quorum.close()
         if self._detached is not None:
-            self.inner.replicator.attach_round(self._detached)
-            self.inner.rollback()
-            self._detached = None
+            with uninterrupted():
+                self.inner.replicator.attach_round(self._detached)
+                self.inner.rollback()
+                self._detached = None
 
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
@@ -235,8 +240,8 @@ class Optimizer(torch.optim.Optimizer):
             self._detached = None
             self.inner.replicator.clear_momentum()
         elif self._detached is not None and self._counted.get(self._name, -1) >= self._since:
-            self.inner.replicator.mark_applied(self._detached)  # the received weights include it
-            self._detached = None
+            included, self._detached = self._detached, None
+            self.inner.replicator.mark_applied(included)  # of which it may warn
 
     def _given(self) -> dict[str, Any]:
         """Returns what a worker that is behind takes besides weights."""
@@ -271,7 +276,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
-        self._detached, self._counted = None, {}  # an interrupted round, and those applied, are of the weights before
+        # an interrupted round, those applied, and a mixture are of the weights before
+        self._detached, self._counted, self._torn = None, {}, False
 
 
 def _compare_settings(workers: list[Participant], source: int, me: int) -> None:
