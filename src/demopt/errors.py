@@ -33,6 +33,7 @@ def printable(text: str) -> str:
 
 
 _RESYNC = "Call resync() on all ranks to copy one rank's parameters to the others"
+RESYNC_RUN = "Call resync(), which takes the run's newest weights"
 
 
 class MessageError(DemoptError):

@@ -308,7 +308,8 @@ def test_round_that_is_applied_in_part_is_drift_and_after_resync_no_step_counts_
     monkeypatch.setattr(Route, "apply", apply)
     worker.step()
     worker.run.in_error = 1
-    with pytest.raises(DriftError, match=r"has failed on this rank \(device is full\); its parameters are those of no"):
+    told = r"failed on this rank \(device is full\); its parameters are those of no round. Call resync\(\), which"
+    with pytest.raises(DriftError, match=told):
         worker.step()
     worker.optimizer.resync()
     assert (worker.run.unsent, worker.run.in_error) == (0, 0)

@@ -68,7 +68,8 @@ class DeMo(ReplicatedOptimizer):
         ValueError, TypeError: an invalid hyper-parameter, parameter or gradient.
         SettingsError: settings differ between ranks (at the first step, or after a change). ExchangeError: a peer is
             lost. MessageError: a message was refused. DriftError: see `fingerprint_every`. In each case nothing was
-            applied, and the gradients that have entered the momentum stay there.
+            applied, and the gradients that have entered the momentum stay there. DriftError also where an error has
+            ended `apply` in the middle: all of the round has left the momentum, and the parameters have a part.
 
     Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
 
@@ -120,7 +121,7 @@ class DeMo(ReplicatedOptimizer):
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @unrecorded
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Runs the closure, if any, then a round. On an error nothing is applied; gradients stay in the momentum."""
+        """Runs the closure, if any, then a round. On an error, see `DeMo`, gradients stay in the momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -76,7 +76,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     Raises:
         ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
-            MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
+            MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a round of which nothing was applied stays in
+            the error.
 
     If a gradient is not finite, all ranks skip the round; in a folder the others refuse that message alone. The rank
     with that gradient drops its local steps since the last round, and its inner optimizers restart with empty state.

@@ -24,7 +24,7 @@ from torch.autograd.profiler import record_function
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.gradients import all_usable, check_gradients, gradients_of, remove_scale
 from demopt.codec.steps import Workspace, compress
-from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, first_line
+from demopt.errors import RESYNC_RUN, DemoptError, DriftError, ExchangeError, MessageError, first_line
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import forget_gathered, parts_of, true_in_all
 from demopt.exchange.hierarchical import average
@@ -439,7 +439,10 @@ class Replicator:
                 except (MemoryError, RuntimeError) as error:  # some chunk groups have moved, others have not
                     self.mark_applied(current)  # on the other ranks it is, so what was sent leaves the momentum
                     told = f"applying the round has failed on this rank ({first_line(error)})"
-                    raise DriftError(number, [], told, effect="its parameters are those of no round") from error
+                    remedy = "Call resync(src) on all ranks, where src is a rank without this error"
+                    if isinstance(self.session.exchange, VaryingExchange):
+                        remedy = RESYNC_RUN
+                    raise DriftError(number, [], told, remedy, "its parameters are those of no round") from error
                 if current.row is not None:  # otherwise a later round sends it
                     left = wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None

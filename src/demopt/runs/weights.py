@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from demopt.errors import DemoptError, DriftError, MessageError, SettingsError
+from demopt.errors import RESYNC_RUN, DemoptError, DriftError, MessageError, SettingsError
 from demopt.exchange.dtensor import to_local
 from demopt.interrupts import uninterrupted
 from demopt.replicator.replicator import Replicator, Round
@@ -336,8 +336,7 @@ class FolderRounds(Rounds):
             run.note_outcome(outcome)
         if outcome.ended == "drifted":
             told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
-            remedy = "Call resync(), which takes the run's newest weights"
-            raise DriftError(outcome.manifest.round, [], told, remedy)
+            raise DriftError(outcome.manifest.round, [], told, RESYNC_RUN)
 
     def _save_if_due(self) -> None:
         """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: who stays must have one.
