@@ -607,14 +607,41 @@ def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_th
     assert (run.decided.round, optimizer.weights_differ) == (0, False)
 
 
-def test_global_weights_become_as_wide_as_the_weights_so_that_small_steps_count():
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("loads", [False, True])
+def test_global_weights_become_as_wide_as_the_weights_so_that_small_steps_count(delay, loads):
+    """With delay a round is in flight, which ends first, or is forgotten by loading."""
     parameter = Parameter(torch.ones(2, 2))
-    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2)
-    parameter.data = parameter.data.double()
-    for _ in range(100):
-        parameter.grad = torch.full((2, 2), 1e-9, dtype=torch.float64)
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, delay=delay)
+    optimizer.warns_of_saving = False
+    for step in range(104):
+        if step == 3:
+            parameter.data = parameter.data.double()
+        if step == 54 and loads:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        parameter.grad = torch.full((2, 2), 1e-9 * (step > 3), dtype=parameter.dtype)
         optimizer.step()
+    optimizer.flush()
     torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 1 - 1e-7, dtype=torch.float64), rtol=0, atol=2e-8)
+
+
+def test_parameter_begins_to_train_also_where_an_interrupt_comes_as_it_does(monkeypatch):
+    found = []
+    for interrupts in (False, True):
+        parameters = problems.parameters(problems.FEW)
+        parameters[1].requires_grad_(False)
+        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2)
+        train(optimizer, range(2))
+        parameters[1].requires_grad_(True)
+        if interrupts:
+            with monkeypatch.context() as signalled:
+                signalled.setattr(LocalDeMo, "_replicated_groups", Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    train(optimizer, range(2, 3))
+        train(optimizer, range(2, 6))
+        assert len(optimizer.replicator.parameters) == len(parameters)
+        found.append(optimizer.fingerprint())
+    assert found[0] == found[1]
 
 
 def test_group_put_into_the_list_of_groups_trains():

@@ -508,13 +508,14 @@ class LocalDeMo(ReplicatedOptimizer):
     def _follow_changes(self, saved: Collection[Tensor] = ()) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
-        Returns whether a parameter begins to train.
+        Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
         """
         self._weights.parameters = self._parameters()
-        begins = self._weights.create(saved)
+        is_narrow = self._weights.create(saved, widens=bool(saved) or self.replicator.round is None)
+        begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
-        return begins
+        return begins or is_narrow
 
     def _parameters(self) -> list[Tensor]:
         """Returns the inner optimizers' parameters as they are now, checked."""
@@ -546,6 +547,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
         if self._follow_changes():
             self._end_open_round()
+            self._follow_changes()
 
     def _attach_parts(self, is_new: bool) -> None:
         """Makes all parts that neither a copy nor a file takes along."""

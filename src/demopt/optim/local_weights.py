@@ -59,22 +59,26 @@ class LocalWeights(Follower):
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
-    def create(self, saved: Collection[Tensor] = ()) -> bool:
-        """Creates global weights of parameters that train for the first time, or are `saved`; whether there are any.
+    def create(self, saved: Collection[Tensor] = (), widens: bool = True) -> bool:
+        """Creates global weights of parameters that train for the first time, or are `saved`.
 
-        They are at least float32, because the update of a round is smaller than bfloat16 resolves.
+        They are at least float32, because the update of a round is smaller than bfloat16 resolves, and as wide as their
+        parameters, as after model.double(), because D may be as small. Returns whether without `widens` some are not.
         """
         self.require_unmoved()
         known = self.global_of
         wanted = [each for each in self.parameters if each.requires_grad or each in known or each in saved]
         if len(wanted) > len(known):  # in the order of the parameters, which is the same on all ranks
             self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
+        is_narrow = False
         for local, global_weight in self.global_of.items():
             if global_weight.requires_grad != local.requires_grad:
                 global_weight.requires_grad_(local.requires_grad)
             if (wide := torch.promote_types(local.dtype, global_weight.dtype)) != global_weight.dtype:
-                global_weight.data = global_weight.data.to(wide)  # as after model.double(): D may be as small
-        return len(wanted) > len(known)
+                is_narrow = not widens
+                if widens:
+                    global_weight.data = global_weight.data.to(wide)
+        return is_narrow
 
     def require_unmoved(self) -> None:
         """Raises an error if a parameter has another device or shape than its global weights were created for."""
