@@ -47,6 +47,8 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
             costs += [optimizer.stats] if optimizer.stats is not costs[0] else []
         counted = [sum(cost.sent_bytes for cost in costs), sum(cost.received_bytes for cost in costs)]
         assert counted == [applied[step] * optimizer.replicator.message_bytes] * 2
+    optimizer.finish_round(last=True)  # without local steps: the stats are still those of the last flush
+    assert optimizer.stats.sent_bytes == optimizer.stats.received_bytes == optimizer.replicator.message_bytes
 
 
 @pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)

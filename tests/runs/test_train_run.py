@@ -387,6 +387,8 @@ def test_each_sequence_counts_in_one_message(machines, delay):
     assert rows[-1]["tokens"] == 40 * 32
     assert all(row["optimizer_seconds"] > 0 for row in rows)  # local steps compute, too
     assert len({row["payload_bytes"] for row in rows}) == 2  # nothing, and a message, also of a step with two rounds
+    sent = sum(place.stat().st_size for place in Path(machines.run).glob("rounds/*/*.message"))
+    assert sum(row["sent_bytes"] for row in rows) == sent
 
 
 @pytest.mark.parametrize(

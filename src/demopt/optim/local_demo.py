@@ -459,6 +459,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         is_retry, background = self._must_retry, self.replicator.options.background
+        if not self.replicator.is_open:  # those of a `flush` are no part of this round's
+            self.replicator.stats = Stats(route=self.replicator.stats.route)
         if self._end_open_round():  # and with it the run
             return
         spent = self.replicator.stats if is_retry else Stats()  # by earlier rounds of this step

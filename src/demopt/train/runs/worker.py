@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from demopt.errors import DemoptError, DriftError, first_line, printable
+from demopt.errors import DemoptError, DriftError, ExchangeError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.output import tell
@@ -317,17 +317,18 @@ class Worker(Training):
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round; returns its cost. `loss`: of the step."""
-        self._loss = loss
+        self._loss, stats = loss, Stats()
         if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
             self.optimizer.flush()
+            stats = self.optimizer.stats
             self._hear(loss)
             # Others may have completed it while this one was left out. A stop ends all after that round, but for the
             # last steps: this worker has taken them, and with them it completes the run.
             if self.run.is_complete or (self.run.stopping and not self._has_drawn_last):
-                return self.optimizer.stats
+                return stats
         self.optimizer.finish_round(last=self.run.leaving)
         self._hear(loss)
-        return self.optimizer.stats
+        return self.optimizer.stats.after(stats)
 
     def _note(self) -> Row:
         """Returns this worker's numbers, for a message that is made now."""
@@ -433,7 +434,9 @@ def settings_of_run(
 def _is_of(out: OutFolder, address: str) -> bool:
     """Whether a worker of the run at `address` has written to the folder."""
     with suppress(ValueError):  # the record is of a run without a folder, or damaged
-        return out.config.exists() and full(str(read_run(out.root).get("run"))) == full(address)
+        place = full(address) if out.config.exists() else ""
+        with suppress(ExchangeError):  # the record's run is on a share that is away, and this one is not
+            return bool(place) and full(str(read_run(out.root).get("run"))) == place
     return False
 
 
