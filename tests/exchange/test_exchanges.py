@@ -234,8 +234,9 @@ def test_threads_may_each_train_with_delay_between_groups_of_the_same_ranks(rank
     return sorted(found.items())
 
 
-def test_process_ends_after_the_call_in_the_background():
-    code = "import time, demopt.exchange.background as b; b.Background().submit(lambda: print(time.sleep(1)))"
+@pytest.mark.parametrize("kind", ["Background()", "Daemons(2)"])
+def test_process_ends_after_the_call_in_the_background(kind):
+    code = f"import time, demopt.exchange.background as b; b.{kind}.submit(lambda: print(time.sleep(1)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "None\n"
 
 

@@ -1,8 +1,10 @@
 """Calls on other threads: in order on one, while its rank computes; on a few; or each on its own."""
 
 import atexit
+import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -16,6 +18,7 @@ from torch import Tensor
 from demopt.kernels.step import room_for_kernels
 
 T = TypeVar("T")
+_LAST_CALLS = 5.0  # seconds, at most, that the end of a process waits for calls under way
 
 
 class SideStream:
@@ -70,11 +73,12 @@ class Background:
 
 
 class Daemons:
-    """At most `most` daemon threads for calls, which no process waits for at its end."""
+    """At most `most` daemon threads for calls, for which a process waits no longer than some seconds at its end."""
 
     def __init__(self, most: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._free = threading.BoundedSemaphore(most)
+        atexit.register(_let_work_end, self._free, most, os.getpid())
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Returns a future of `call`'s result or error."""
@@ -122,4 +126,11 @@ def _let_end(calls: "queue.SimpleQueue[Callable[[], None] | None]", thread: thre
     """At exit: waits some seconds for the call under way, because torch aborts a process that ends in a collective."""
     if thread.is_alive():
         calls.put((done := threading.Event()).set)
-        done.wait(5.0)
+        done.wait(_LAST_CALLS)
+
+
+def _let_work_end(free: threading.Semaphore, most: int, process: int) -> None:
+    """The same for the calls of `most` threads; a forked process has none of them."""
+    end = time.monotonic() + _LAST_CALLS
+    for _ in range(most if os.getpid() == process else 0):
+        free.acquire(timeout=max(0.0, end - time.monotonic()))
