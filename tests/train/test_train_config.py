@@ -324,6 +324,23 @@ def test_mistake_in_the_flags_comes_before_anything_is_said_to_start(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_out_of_a_run_on_a_share_that_is_away_is_of_no_other_run(tmp_path, monkeypatch):
+    def exists(place, real=Path.exists):
+        if place.name == "away":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(place)
+
+    config = TrainConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out"), preset="tiny")
+    (tmp_path / "out").mkdir()
+    written = {"run": str(tmp_path / "away"), "optimizer": "local"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(written))
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(InputError, match=f"^--out {tmp_path / 'out'} already holds a run"):
+        train_in_folder(config)
+    with pytest.raises(DemoptError, match="away: the disk does not answer"):
+        train_in_folder(replace(config, run=str(tmp_path / "away")))
+
+
 def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_read(tmp_path, monkeypatch):
     huge = {"layers": 2, "width": 8192, "heads": 64, "mlp": 32768, "out": str(tmp_path / "run")}  # 2.1 G parameters
     config = resolve(TrainConfig(**huge, preset="tiny", data=["nowhere"], workers=2))

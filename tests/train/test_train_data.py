@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -145,6 +146,11 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     (tmp_path / "link").symlink_to(".more")
     assert [file.parent.name for file in data.find_files(config)[0]] == ["link", tmp_path.name]
     (tmp_path / "link").unlink()
+    for name in ("lost+found_texts", "lost+found"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lost+found.txt").write_text("more words " * 99)
+    assert [file.parent.name for file in data.find_files(config)[0]] == ["lost+found_texts", tmp_path.name]
+    shutil.rmtree(tmp_path / "lost+found_texts")
     (tmp_path / "text.txt").rename(tmp_path / ".hidden")
     with pytest.raises(InputError, match="it has no file but hidden ones and those of --out"):
         data.load_corpus(config)

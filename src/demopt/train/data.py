@@ -30,7 +30,7 @@ _LIKE_LINES = re.compile(rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruct
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"BZh", b"\xfd7zXZ")  # gzip, zstd, zip, bzip2, xz
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-HIDDEN = (".", "lost+found")  # begins of names in --data; that one is of the file system, and only root may enter it
+HIDDEN = re.compile(r"\.|lost\+found\Z")  # names in --data; that one is of the file system, and only root may enter it
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
 MOST_TOKEN = MANY - 1  # a larger number is no token: no vocabulary is so large
 ENCODED_AT_ONCE = 256  # documents
@@ -295,8 +295,8 @@ def _files(name: str, config: TrainConfig) -> list[Path]:
     try:
         for folder, below, files in os.walk(path, onerror=faults.append, followlinks=True):
             real = os.path.realpath(folder)
-            below[:] = () if real in entered else sorted(each for each in below if not each.startswith(HIDDEN))
-            found += [Path(folder, each) for each in files if real not in entered and not each.startswith(HIDDEN)]
+            below[:] = () if real in entered else sorted(each for each in below if not HIDDEN.match(each))
+            found += [Path(folder, each) for each in files if real not in entered and not HIDDEN.match(each)]
             entered.add(real)
         if faults:
             raise faults[0]
