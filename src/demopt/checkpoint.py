@@ -179,13 +179,17 @@ class OptimizerState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
+_CUT = re.compile(r"\w+\(\d+, \d+\) over (?!1\b)\d+")  # not into one shard, which earlier files tell, too
+
+
 def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
     """Returns what an entry has of the parameter `like`; an `_Entry` is of a file of early 0.3.0, or was not read."""
     if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
         return {}
     match vars(entry) if isinstance(entry, _Entry) else entry:
-        case {"cut": str() as cut} if cut and like is not None and cut != (here := cut_of(like)):
-            raise ValueError(f"the checkpoint's shards are {cut}, those here {here or 'whole'}; {_SHARDS}")
+        case {"cut": str(cut)} if like is not None and (was := ", ".join(_CUT.findall(cut))) not in ("", cut_of(like)):
+            here = cut_of(like)
+            raise ValueError(f"the checkpoint's shards are {was}, those here {here or 'whole'}; {_SHARDS}")
         case {"values": Mapping() as values, "sharded": list() as sharded}:
             placed = sharded if like is not None else ()  # None: of a parameter too many, which is told later
             return {name: placed_as(value, like) if name in placed else value for name, value in values.items()}

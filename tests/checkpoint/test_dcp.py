@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest.mock import patch
 
 import carriers
 import pytest
@@ -130,6 +131,30 @@ def _sharded(rank, world_size, kind, folder, save, shards=2):
     unsent = [problems.unsent(optimizer.state[p], world_size // shards) for p in parameters] if kind != "DeMo" else []
     train(range(6, 10))
     return unsent, problems.bits(parameter.to_local() for parameter in parameters)
+
+
+def _whole(rank, world_size, folder):
+    """The parameters that have no momentum, in a model without shards."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((16, 32), (16,), (8, 16), (8,))]
+    optimizer = carriers.build("DeMo", parameters=parameters)
+    dcp.load({"optimizer": OptimizerState(optimizer)}, checkpoint_id=folder, planner=LoadPlanner())
+    return [number for number, momentum in enumerate(problems.momenta(optimizer)) if not momentum.any()]
+
+
+def _by_an_earlier_commit(rank, world_size, folder):
+    """Which wrote how shards are cut also of one shard alone."""
+    with patch("demopt.checkpoint.cut_of", return_value="Shard(0, 1) over 1"):
+        _sharded(rank, world_size, "DeMo", folder, True, 1)
+
+
+def _by_this_one(rank, world_size, folder):
+    _sharded(rank, world_size, "DeMo", folder, True, 1)
+
+
+@pytest.mark.parametrize("save", [_by_this_one, _by_an_earlier_commit])
+def test_dcp_loads_what_fsdp_over_one_process_has_saved_into_a_model_without_it(save, tmp_path):
+    ranks.run(save, 2, str(tmp_path / "checkpoint"))
+    assert ranks.run(_whole, 2, str(tmp_path / "checkpoint")) == [[], []]
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)

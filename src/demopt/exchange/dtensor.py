@@ -141,6 +141,7 @@ def cut_of(tensor: Tensor) -> str:
     return ", ".join(
         f"{type(cut).__name__.strip('_')}({cut.dim}, {getattr(cut, 'split_factor', 1)}) over {mesh.size(number)}"
         for mesh, number, cut in _cuts(tensor)
+        if mesh.size(number) > 1
     )
 
 
