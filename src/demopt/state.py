@@ -340,7 +340,7 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
     if apart := [rank for rank, number in enumerate(rounds) if number != rounds[0]]:
         raise SettingsError(
             f"rank {apart[0]} has applied {rounds[apart[0]]} rounds and rank 0 {rounds[0]}, as after a Ctrl-C within a "
-            "step: call resync() on all ranks, then save"
+            f"step: call resync(src={rounds.index(max(rounds))}) on all ranks, then save"
         )
     receives = exchange.rank == to and exchange.is_leader
     received = [bytearray(length) for length in lengths] if receives else []
