@@ -172,7 +172,7 @@ def test_state_of_local_that_has_lost_its_weights_is_refused(carried):
 
 def test_state_whose_settings_do_not_go_with_the_parameters_is_refused_and_changes_nothing():
     narrow, wide = (DeMo([Parameter(torch.ones(8, 8, dtype=dtype))]) for dtype in (torch.float32, torch.float64))
-    narrow.param_groups[0]["exact"] = True
+    narrow.param_groups[0] |= {"exact": True, "initial_lr": 0.5}
     problems.fingerprints(narrow, range(1))
     problems.fingerprints(wide, range(2))
     groups = copy.deepcopy(wide.state_dict()["param_groups"])

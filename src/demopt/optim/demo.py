@@ -269,6 +269,7 @@ class DeMo(ReplicatedOptimizer):
                 self.replicator.restore({parameter: saved.ours for parameter, saved in saved_of.items()})
             except BaseException:  # settings that do not fit together, such as exact sums of float64
                 for group, before in zip(self.param_groups, groups_before, strict=True):
+                    group.clear()
                     group.update(before)
                 self.replicator.restore(state_before)
                 raise
