@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -154,7 +155,9 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
 def test_muon_adamw_splits_as_muon_groups_sets_torchs_names_and_trains_along_with_torchs():
     head = nn.Linear(4, 2)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), head)
-    muon, adamw = demopt.muon_adamw(model, 0.1, momentum=0.5, weight_decay=0.2, betas=(0.8, 0.7), others=[head])
+    muon, adamw = demopt.muon_adamw(
+        model, 0.1, momentum=0.5, weight_decay=0.2, betas=numpy.array([0.8, 0.7]), others=[head]
+    )
     for each, group in zip((muon, adamw), demopt.muon_groups(model, lr=0.1, others=[head]), strict=True):
         assert [*map(id, each.param_groups[0]["params"])] == [*map(id, group["params"])]
         assert each.param_groups[0]["lr"] == 0.1

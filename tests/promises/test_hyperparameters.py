@@ -82,6 +82,12 @@ def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones():
     optimizer = DeMo(problems.parameters(problems.FEW), **given)
     problems.train(optimizer, range(1))
     assert problems.by_file(optimizer.state_dict())["param_groups"][0]["lr"] == 0.25
+    optimizer.param_groups[0]["lr"] = numpy.array(0.125)
+    problems.train(optimizer, range(1, 2))
+    assert problems.by_file(optimizer.state_dict())["param_groups"][0]["lr"] == 0.125
+    both = numpy.float64(0.5), numpy.float64(0.75)
+    adamw = LocalDeMo(torch.optim.AdamW(problems.parameters(problems.FEW), lr=numpy.array(0.5), betas=both))
+    assert problems.by_file(adamw.state_dict())["param_groups"][0]["betas"] == (0.5, 0.75)
     local = problems.local(sync_every=whole(1), delay=whole(1), samples=whole(3), outer_lr=real(0.5))
     problems.train(local, range(1))
     assert (local.sync_every, local.samples) == (1, 3)

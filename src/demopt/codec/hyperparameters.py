@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from numbers import Number
 from typing import Annotated, Any, get_type_hints
 
 import torch
@@ -167,8 +166,14 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_numpy(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group with plain numbers for scalars of numpy, which torch does not read with `weights_only`."""
-    return {
-        name: value.item() if isinstance(value, Number) and hasattr(value, "item") else value
-        for name, value in group.items()
-    }
+    """Returns a group with plain numbers for scalars of numpy, which torch does not read with `weights_only`.
+
+    Also for arrays without dimensions, and inside tuples and lists, as `betas` are.
+    """
+
+    def plainly(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(plainly, value))
+        return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+    return {name: value if name == "params" else plainly(value) for name, value in group.items()}

@@ -112,9 +112,13 @@ def muon_adamw(
     check_number("lr", lr)
     check_number("momentum", momentum, high=1.0)
     weight_decay = check_number("weight_decay", weight_decay)
-    if not (isinstance(betas, tuple | list) and len(betas) == 2):
-        raise TypeError(f"betas is {betas!r}; give two numbers")
-    betas = check_number("betas[0]", betas[0], high=1.0), check_number("betas[1]", betas[1], high=1.0)
+    try:
+        if isinstance(betas, str):
+            raise TypeError
+        first, second = (betas[n] for n in range(len(betas)))  # also of an array, or of a configuration
+    except (TypeError, ValueError, LookupError):
+        raise TypeError(f"betas is {betas!r}; give two numbers") from None
+    betas = check_number("betas[0]", first, high=1.0), check_number("betas[1]", second, high=1.0)
     matrices, rest = _split_matrices(model, others)
     remember(model, "muon_adamw")
     found: list[torch.optim.Optimizer] = []
