@@ -51,7 +51,7 @@ class Pair:
 
 def doctor(
     peers: Annotated[
-        list[str] | None, typer.Option(help="A machine's IPv4 address; repeat, in one order on all.")
+        list[str] | None, typer.Option(help="A machine's IP address; repeat, in one order on all.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0, max=1e6)] = 60.0,
@@ -136,15 +136,15 @@ def versions() -> dict[str, str]:
 
 def own_address(peers: list[str]) -> str:
     """Returns the one of the peers' addresses that is this machine's."""
-    from demopt.train.team import interfaces, local_address
+    from demopt.train.team import address_of, interfaces, local_address
 
     here, mine = set(interfaces().values()), []
     for peer in peers:
         try:
-            address = socket.gethostbyname(peer)
+            address = address_of(peer)
             mine += [peer] if address in here or address == local_address(address) else []
         except (OSError, UnicodeError):
-            raise InputError(f"--peers {peer}: no IPv4 address for this name; give one") from None
+            raise InputError(f"--peers {peer}: no address for this name; give one") from None
     if len(mine) != 1:
         wanted = f"wanted exactly one address of this machine ({', '.join(sorted(here))}), got {len(mine)}"
         raise InputError(f"--peers {' '.join(peers)}: {wanted}; name every machine once, in the same order on all")
@@ -207,14 +207,14 @@ def _listening(me: str) -> tuple[str, str]:
 
     As a run does, unless others surely cannot reach that: then on this machine's address among the peers.
     """
-    from demopt.train.team import gloo_address, listen_on
+    from demopt.train.team import address_of, gloo_address, is_loopback, listen_on
 
-    own = socket.gethostbyname(me)
+    own = address_of(me)
     try:
         address, _ = gloo_address()
     except InputError:
         return own, ""
-    if address in (own, "") or (address.startswith("127.") and not own.startswith("127.")):
+    if address in (own, "") or (is_loopback(address) and not is_loopback(own)):
         return own, ""
     return address, f"gloo listens on {address} on {me}: {listen_on(own)} there"
 

@@ -102,19 +102,13 @@ def test_raw_lines_of_torch_are_not_shown(capfd):
 
 
 def named(monkeypatch, address, own="10.1.2.3"):
-    """As on a machine whose name stands for an address, which it may not have itself."""
-
-    def look_up(host):
-        if address is None:
-            raise socket.gaierror("unknown")
-        return host if host[0].isdigit() else address
-
+    """As on a machine whose name stands for an address of its own, or for none."""
     monkeypatch.delenv(team.INTERFACE, raising=False)
-    monkeypatch.setattr(team.socket, "gethostbyname", look_up)
+    monkeypatch.setattr(team, "own_addresses", lambda _: [address] if address else [])
     monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": own})
 
 
-@pytest.mark.parametrize("address", ["127.0.1.1", None], ids=["as Debian writes it", "a name without address"])
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1", None], ids=["as Debian has it", "IPv6", "no address"])
 def test_loopback_trap_is_found_with_its_remedy(address, monkeypatch, capsys):
     named(monkeypatch, address)
     monkeypatch.setattr(team, "local_address", lambda _: "10.1.2.3")
@@ -122,6 +116,53 @@ def test_loopback_trap_is_found_with_its_remedy(address, monkeypatch, capsys):
         team.refuse_loopback("10.1.2.4")
     assert doctor(port=free_port()) == 1
     assert "-> export GLOO_SOCKET_IFNAME=eth7" in capsys.readouterr().out
+
+
+def resolved(monkeypatch, *addresses):
+    """As where each name stands for these addresses, in this order."""
+    look_up = socket.getaddrinfo
+
+    def given(host, *more, **how):
+        if "." in host or ":" in host:
+            return look_up(host, *more, **how)
+        return [row for each in addresses for row in look_up(each, *more, **how)]
+
+    monkeypatch.setattr(team.socket, "getaddrinfo", given)
+
+
+def test_gloo_takes_the_first_address_of_the_host_name_that_this_machine_has(monkeypatch):
+    monkeypatch.delenv(team.INTERFACE, raising=False)
+    monkeypatch.setattr(team.socket, "gethostname", lambda: "home")
+    resolved(monkeypatch, "2001:db8::1", "::1", "198.51.100.1", "127.0.0.1")
+    assert (team.gloo_address()[0], team.address_of("home")) == ("::1", "198.51.100.1")
+    resolved(monkeypatch, "198.51.100.1")
+    assert team.gloo_address() == ("127.0.0.1", "the host name home stands for no address of this machine")
+
+
+def test_interface_without_ipv4_has_its_ipv6_address_of_the_network(monkeypatch, tmp_path):
+    (tmp_path / "if_inet6").write_text(
+        "fe800000000000000000000000000001 02 40 20 80     eth9\n"
+        "fd720001000000000000000000000002 02 40 00 80     eth9\n"
+        "fd720001000000000000000000000003 01 40 00 80       lo\n"
+    )
+    monkeypatch.setattr(team, "_IPV6", tmp_path / "if_inet6")
+    assert (team.interfaces()["eth9"], team.interfaces()["lo"]) == ("fd72:1::2", "127.0.0.1")
+    monkeypatch.setenv(team.INTERFACE, "eth9")
+    team.refuse_loopback("fd72:2::2")
+    assert (team.gloo_address()[0], team.listen_on("fd72:1::2")) == ("fd72:1::2", f"export {team.INTERFACE}=eth9")
+
+
+def test_machine_has_an_ipv6_address_on_the_way_to_one():
+    assert (team.local_address("::1"), module.own_address(["::1", "2001:db8::1"])) == ("::1", "::1")
+
+
+@pytest.mark.parametrize("way", ["10.1.2.3", "172.17.0.1", ""], ids=["another", "the same", "unknown"])
+def test_failed_run_names_the_interface_if_gloo_listens_elsewhere(way, monkeypatch):
+    named(monkeypatch, "172.17.0.1")
+    monkeypatch.setattr(team, "local_address", lambda _: way)
+    told = team._obstacle("10.0.0.9")
+    assert ("the way to 10.0.0.9 is from 10.1.2.3: export GLOO_SOCKET_IFNAME=eth7 here" in told) == (way == "10.1.2.3")
+    assert "demopt doctor --peers ..." in told
 
 
 def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch):

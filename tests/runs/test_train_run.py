@@ -405,8 +405,8 @@ def test_each_sequence_counts_in_one_message(machines, delay):
         (("train", "--run", "RUN", "--key-file", "none"), "copy the run's key, or make one"),
         (("train", "--run", "RUN", "--threads", "100000"), "--threads is 100000; it must be less than or equal to"),
         (("doctor", "--wait", "1e300"), "'--wait'"),
-        (("doctor", "--peers", "a..b"), "--peers a..b: no IPv4 address for this name; give one"),
-        (("doctor", "--peers", "fd00::1"), "--peers fd00::1: no IPv4 address"),
+        (("doctor", "--peers", "a..b"), "--peers a..b: no address for this name; give one"),
+        (("doctor", "--peers", "fd00::1"), "--peers fd00::1: wanted exactly one address of this machine"),
         (("doctor", "--peers", "10.255.255.1"), "--peers 10.255.255.1: wanted exactly one address of this machine"),
     ],
 )

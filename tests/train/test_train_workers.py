@@ -133,6 +133,7 @@ def test_ranks_that_cannot_connect_are_told_and_have_a_fifth_of_the_time(local, 
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(team, "refuse_loopback", lambda _: None)
+    monkeypatch.setattr(team, "local_address", lambda _: "")
     monkeypatch.setattr(team.dist, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 1)]))
     connect = Mock(side_effect=RuntimeError("Gloo connectFullMesh failed with Connect timeout\nframes"))
     monkeypatch.setattr(team.dist, "init_process_group", connect)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from demopt.train.config import InputError, SharedInputError, TrainConfig
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that tells gloo which network interface to take
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
+_IPV6 = Path("/proc/net/if_inet6")  # an address a line, and the name of its interface
 
 T = TypeVar("T")
 
@@ -93,7 +95,6 @@ def join(config: TrainConfig) -> Team:
 def _connect(backend: str, seconds: float) -> None:
     """Makes the default process group, of that time-out; raises ExchangeError if a rank is absent, or unreachable."""
     timeout = timedelta(seconds=seconds)
-    remedy = "; demopt doctor --peers ... on all machines finds the obstacle" if _spans_machines() else ""
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
@@ -102,13 +103,25 @@ def _connect(backend: str, seconds: float) -> None:
         with suppress(RuntimeError):
             store.wait(names, timeout)
         if absent := [name for name in names if not store.check([name])]:
-            raise ExchangeError(f"{', '.join(absent)} did not start within {seconds:g} s; see the output there{remedy}")
+            raise ExchangeError(f"{', '.join(absent)} did not start within {seconds:g} s; see the output there")
         # gloo tries for five time-outs to connect two ranks. All are here: a fifth suffices.
         tries = max(timeout / 5, timedelta(seconds=1))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=tries)
     except RuntimeError as error:
+        remedy = f"; {_obstacle(os.environ['MASTER_ADDR'])}" if _spans_machines() else ""
         raise ExchangeError(f"the ranks cannot connect: {first_line(error)}{remedy}") from error
     dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def _obstacle(first: str) -> str:
+    """Returns what may keep gloo from connecting this machine to others. `first`: the first machine."""
+    (address, why), own = gloo_address(), local_address(first)
+    doctor = "demopt doctor --peers ... on all machines finds the obstacle"
+    if not address or not own or address == own:
+        return doctor
+    return (
+        f"gloo listens on {address} ({why}), and the way to {first} is from {own}: {listen_on(own)} here, or {doctor}"
+    )
 
 
 def _spans_machines() -> bool:
@@ -116,7 +129,7 @@ def _spans_machines() -> bool:
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return False
     try:
-        return not socket.gethostbyname(os.environ.get("MASTER_ADDR", "localhost")).startswith("127.")
+        return not is_loopback(address_of(os.environ.get("MASTER_ADDR", "localhost")))
     except (OSError, UnicodeError):  # the latter of a name that no host can have
         return True
 
@@ -180,7 +193,7 @@ def signals_to_stop() -> list[signal.Signals]:
 
 
 def interfaces() -> dict[str, str]:
-    """Returns the IPv4 address of each network interface that has one; none on systems other than Linux."""
+    """Returns the address that gloo takes of each network interface that has one; none on systems other than Linux."""
     found: dict[str, str] = {}
     if sys.platform != "linux":
         return found
@@ -188,9 +201,13 @@ def interfaces() -> dict[str, str]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
+            with suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found[name] = socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):  # a kernel without IPv6
+        for digits, _, _, scope, _, name in map(str.split, _IPV6.read_text().splitlines()):
+            if scope in ("00", "10"):  # of the network, or the loopback
+                found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
 
@@ -205,25 +222,46 @@ def gloo_address() -> tuple[str, str]:
             raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(here)}: name one")
         return here.get(first, ""), f"{INTERFACE} is {name}"
     host = socket.gethostname()
-    try:
-        return socket.gethostbyname(host), f"the host name {host} stands for it"
-    except OSError:
-        return "127.0.0.1", f"the host name {host} stands for no address"
+    if own := own_addresses(host):
+        return own[0], f"the host name {host} stands for it"
+    return "127.0.0.1", f"the host name {host} stands for no address of this machine"
+
+
+def own_addresses(host: str) -> list[str]:
+    """Returns those addresses of a name that this machine has, in the order in which gloo tries them."""
+    found: list[str] = []
+    with suppress(OSError, UnicodeError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(place)
+                found.append(str(place[0]))
+    return found
+
+
+def address_of(host: str) -> str:
+    """Returns the address of a machine, the IPv4 one if it has any; OSError or UnicodeError if the name has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def local_address(towards: str) -> str:
     """Returns the address that this machine has on the way to another one. Nothing is sent."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # any port
+        address = address_of(towards)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # any port
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):
         return ""
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def loopback_remedy(address: str, first: str) -> str:
     """Returns the command that makes gloo listen where `first` reaches it; empty if `address` is not a loopback's."""
-    return f"{listen_on(local_address(first))} on this machine" if address.startswith("127.") else ""
+    return f"{listen_on(local_address(first))} on this machine" if is_loopback(address) else ""
 
 
 def listen_on(address: str) -> str:
