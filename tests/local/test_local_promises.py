@@ -7,6 +7,7 @@ import math
 import pickle
 import signal
 import threading
+import time
 from collections import Counter
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -607,6 +608,34 @@ def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_th
     train(optimizer, range(1, 2))
     optimizer.flush()
     assert (run.decided.round, optimizer.weights_differ) == (0, False)
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_local_steps_count_once_where_the_background_has_no_thread_or_fails_in_a_rollback(rolls_back, monkeypatch):
+    monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: False)
+    exactly = {"top_k": 256, "transform": "identity", "values": "float32", "error_decay": 1.0}
+    found = []
+
+    def fail_later(*given):
+        time.sleep(0.2)
+        raise MemoryError("no memory")
+
+    for fails in (False, True):
+        optimizer = make(inner=problems.SGD, sync_every=1, delay=1, state_device="cpu", **exactly)
+        with monkeypatch.context() as full:
+            if fails and rolls_back:
+                full.setattr(replicator, "compress", Mock(side_effect=fail_later))
+            elif fails:
+                full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            with pytest.raises(RuntimeError, match="new thread") if fails and not rolls_back else nullcontext():
+                train(optimizer, range(1))
+            if fails:
+                optimizer.rollback()
+        train(optimizer, range(1, 3))
+        optimizer.flush()
+        found.append(problems.values(optimizer))
+    for whole, failed in zip(*found, strict=True):
+        torch.testing.assert_close(failed, whole)
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -61,11 +61,12 @@ class Background:
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Returns a future of `call`'s result or error; calls run in the order of submission."""
         if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            weakref.finalize(self, self._calls.put, None).atexit = False  # an exiting process ends it anyway
-            thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange")
+            calls = queue.SimpleQueue[Callable[[], None] | None]()
+            thread = threading.Thread(target=_serve, args=(calls,), daemon=True, name="demopt exchange")
             with room_for_kernels():
                 thread.start()
+            self._calls = calls  # now: a machine may have no more threads, and the next call tries again
+            weakref.finalize(self, self._calls.put, None).atexit = False  # an exiting process ends it anyway
             atexit.register(_let_end, self._calls, thread)
         future: Future[T] = Future()
         self._calls.put(partial(_fulfil, future, call))

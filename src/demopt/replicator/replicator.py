@@ -476,6 +476,7 @@ class Replicator:
 
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
+        self.let_extract()
         with uninterrupted():
             forgotten, self.round = self.round, None
             self.enter_stage(forgotten, "failed")
@@ -530,7 +531,12 @@ class Replicator:
         current.at_rest = at_rest
         with uninterrupted():
             self.round, current.stage = current, "extracted"  # D is fixed; the background adds it to the momentum
-            current.work = self.session.submit(work, None)
+            try:
+                current.work = self.session.submit(work, None)
+            except BaseException:  # as of a machine without another thread: nothing adds D
+                current.untaken = wiring.chunk_groups
+                at_rest.set()
+                raise
             self.enter_stage(current, "sent")
 
     def let_extract(self) -> None:
