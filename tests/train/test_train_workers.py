@@ -189,6 +189,15 @@ def test_worker_killed_under_torchrun_is_restarted_and_the_run_is_bit_for_bit(tm
     assert_same(tmp_path / "run", finished[0])
 
 
+def test_stopped_run_of_several_machines_goes_on_by_the_same_commands(tmp_path, text, monkeypatch):
+    for name, value in train_runs.at_step(3, 0, "os.kill(os.getpid(), signal.SIGTERM)", tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    (code, told), _ = _by_hand(tmp_path / "run", ["--data", text], ["--data", text])
+    again = "the same commands on all machines, and --resume"
+    assert (code, told.splitlines()[-1]) == (143, f"stopped after step 3 of 12, saved; go on with: {again}")
+
+
 def test_connected_workers_share_the_global_batch(tmp_path, text):
     """The parts of a step add up on every rank's own count, and the run ends with one model."""
     train_runs.here(tmp_path / "run", text, "--optimizer", "local", "--global-batch", 5, "--sync-every", 2)

@@ -198,6 +198,8 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
                 finish(config, out, model, corpus)
         elif team.first:
             again = f"demopt train --resume --out {shlex.quote(config.out)}"
+            if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < team.world_size:  # a launcher per machine
+                again = "the same commands on all machines, and --resume"
             print(f"stopped after {config.of_steps(training.number)}, saved; go on with: {again}", file=sys.stderr)
         team.barrier()
     return training.ended
