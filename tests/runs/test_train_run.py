@@ -30,6 +30,7 @@ from demopt.runs import log
 from demopt.runs.key import Keyed, read_key
 from demopt.runs.stop import STOP
 from demopt.runs.store import open_store
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.runs import worker
 from demopt.train.runs.command import open_run, status
 from forked import LIMIT, wait_for
@@ -486,6 +487,25 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     trained, same, exported, early = ((place / "adapter_model.safetensors").read_bytes() for place in places)
     assert trained == same == exported != early
     assert (machines.place / "whole" / "model.safetensors").exists()
+
+
+def test_command_to_go_on_has_all_that_this_machine_gave():
+    own = {"key_file": "k", "device": "cpu", "threads": 2, "late": 3.0, "data": ["a", "b c"], "batch": 1}
+    config = TrainConfig(run="/mnt/run", out="o", model="m", tokenizer="t", **own)
+    told = worker._to_go_on(config, {"data": ["c"], "batch": 4, "model": "/there/m", "tokenizer": "/there/t"})
+    own = "--key-file k --device cpu --threads 2 --late 3.0 --data a --data 'b c' --batch 1 --model m --tokenizer t"
+    assert told == f"demopt join /mnt/run --out o {own}"
+    for model in ("", "m"):
+        config = TrainConfig(run="/mnt/run", out="o", model=model, tokenizer=model or "bytes")  # as `resolve` fills it
+        theirs = {"data": config.data, "batch": config.batch, "model": model, "tokenizer": None}
+        assert worker._to_go_on(config, theirs) == "demopt join /mnt/run --out o"
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer"])
+def test_file_of_the_run_that_is_not_here_is_asked_for(name, monkeypatch):
+    monkeypatch.setattr(worker, "open_run", lambda *_: Mock(record=Mock(settings={name: "/nowhere/file"})))
+    with pytest.raises(InputError, match=f"the run's {name} is /nowhere/file, .*: give a copy of it by --{name}$"):
+        worker.settings_of_run("/mnt/run", None, {"out": "o"})
 
 
 def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):

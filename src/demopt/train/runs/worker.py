@@ -32,6 +32,7 @@ from demopt.train.config import (
     check_paths,
     check_same_run,
     config_of,
+    flag,
     read_run,
     resolve,
 )
@@ -114,15 +115,22 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None) -> i
                 out.config.unlink(missing_ok=True)  # nothing happened here: the same command may come again
     if not worker.ended:
         cause = "demopt stop ended the run" if run.stopping else "this machine left"
-        more = ["--key-file", config.key_file] if config.key_file else []
-        theirs = found.settings["data"] if found else config.data
-        more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
-        more += ["--batch", str(config.batch)] if found and config.batch != found.settings["batch"] else []
-        more += ["--model", config.model] if config.model and found and config.model != found.settings["model"] else []
-        again = f"demopt join {typed(config.run)} {shlex.join(['--out', config.out, *more])}"
+        again = _to_go_on(config, found.settings if found else config.record())
         print(f"{cause} after {config.of_steps(worker.steps_done)}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
+
+
+def _to_go_on(config: TrainConfig, theirs: Given) -> str:
+    """Returns the command by which this worker goes on. `theirs`: the run's settings, which it takes from there."""
+    usual = {name: getattr(TrainConfig, name) for name in ("key_file", "device", "threads", "late")}
+    usual |= {name: theirs[name] for name in ("data", "batch", "model")}
+    usual["tokenizer"] = theirs.get("tokenizer") or config.model or "bytes"
+    more = ["--out", config.out]
+    for name, value in usual.items():
+        if (own := getattr(config, name)) != value:
+            more += [word for each in (own if isinstance(own, list) else [own]) for word in (flag(name), str(each))]
+    return f"demopt join {typed(config.run)} {shlex.join(more)}"
 
 
 def _check_record(found: log.Record, config: TrainConfig, corpus: Corpus) -> None:
@@ -426,8 +434,9 @@ def settings_of_run(
     config = config_of({**known, **own, "run": address, "key_file": key_file}, elsewhere=True)
     if "model" in own and TEXT in run.record.settings and not known.get("model"):
         raise InputError(f"the run in {address} began with a fresh model; leave out --model")
-    if config.model and "model" not in own and not os.path.exists(config.model):
-        raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
+    for name, path in (("model", config.model), ("tokenizer", config.tokenizer)):
+        if path and path != "bytes" and name not in own and not os.path.exists(path):
+            raise InputError(f"the run's {name} is {path}, which is not here: give a copy of it by --{name}")
     return config, run
 
 
