@@ -24,6 +24,7 @@ import typer
 
 import demopt
 from demopt.errors import first_line
+from demopt.plan import rate as bandwidth
 from demopt.train.config import InputError
 
 LONG_MS = 10.0  # a round trip of a long link
@@ -114,7 +115,7 @@ def _finding(pair: Pair) -> Finding:
     way = f"{pair.source} -> {pair.target}"
     if pair.fault:
         return way, "no way", pair.fault
-    said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {pair.bits_per_second / 1e6:.0f} Mbit/s"
+    said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {bandwidth(pair.bits_per_second)}"
     return way, said, f"it has {pair.unlike}: install the same version there" if pair.unlike else ""
 
 

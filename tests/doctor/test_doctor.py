@@ -181,6 +181,11 @@ def test_machine_whose_system_tells_no_interfaces_finds_itself_and_trusts_the_on
     assert module._listening("127.0.0.1") == ("127.0.0.1", "")
 
 
+def test_slow_link_has_a_bandwidth():
+    shown = {rate: module._finding(Pair("a", "b", "host", 1.0, rate))[1] for rate in (3e5, 8e8, 1.29e9)}
+    assert [each.rpartition(", ")[2] for each in shown.values()] == ["300 kbit/s", "800 Mbit/s", "1.29 Gbit/s"]
+
+
 def test_slow_start_matters_on_long_links_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_IDLE", tmp_path / "idle")
     for setting, rtt_ms, remedy in (("1\n", 0.5, ""), ("1\n", 50, "sysctl -w net.ipv4.tcp_slow"), ("0\n", 50, "")):
