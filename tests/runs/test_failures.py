@@ -89,6 +89,13 @@ def test_server_error_has_its_row_with_code_and_message(words, monkeypatch):
         check(words, lambda: store.put_if_absent("rounds/403/a", b"x"), cause)
 
 
+def test_message_of_a_server_is_told_without_escapes(monkeypatch):
+    body = error("RequestTimeTooSkewed", "the request&#39;s time &lt; the server&apos;s")
+    with small_s3(monkeypatch, lambda method, _: (403, body) if method == "PUT" else None):
+        store = open_store("s3://bucket/run")
+        check("clock", lambda: store.put_if_absent("rounds/1/a", b"x"), "the request's time < the server's")
+
+
 CONDITION = "<Condition>If-None-Match</Condition><Key>a</Key></Error>"
 
 

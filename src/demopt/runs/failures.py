@@ -1,6 +1,7 @@
 """What a failed request to a store means: whether it passes, and what to do. `TABLE` decides it for all stores."""
 
 import errno
+import html
 import os
 import re
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def _cause(error: Exception) -> str:
     code, message = (
         re.search(rf"<{tag}>(.*?)</{tag}>|\"{tag.lower()}\": *\"(.*?)\"", text, re.S) for tag in ("Code", "Message")
     )
-    known = [said for found in (code, message) if found and (said := found[1] or found[2])]
+    known = [said for found in (code, message) if found and (said := html.unescape(found[1] or "") or found[2])]
     if known:
         found = f"{status[1] if status else ''} {': '.join(known)}"
     elif isinstance(error, OSError) and error.strerror:
