@@ -5,6 +5,7 @@ import math
 import shutil
 import struct
 import sysconfig
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from unittest.mock import patch
 
@@ -99,6 +100,14 @@ def test_status_measures_no_time_between_two_clocks(edited, command):
     found = json.loads(command("status", run, "--json"))
     assert found["round"] == 4
     assert found["seconds_per_round"] is found["seconds_ago"] is None
+
+
+@pytest.mark.parametrize("hours", [0, 5])
+def test_status_says_by_whose_clock_a_round_is_long_ago(hours, edited, command):
+    at = (datetime.now(timezone.utc) - timedelta(hours=hours)).isoformat()
+    run = edited(MANIFEST, lambda manifest: manifest.update(author="w-2", at=at))
+    told = command("status", run)
+    assert ("last round 5 h 0 min ago by the clock of w-2" in told, "clock" in told) == (hours == 5, hours == 5)
 
 
 OF_A_MACHINE = {

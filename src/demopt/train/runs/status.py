@@ -60,6 +60,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         "checkpoint": checkpoint,
         "log": "kept" if record.keep_log else "since the last but one checkpoint",
         "decided": last.at if last else None,
+        "author": last.author if last else None,
         "seconds_ago": _seconds_between(last.at if last else "", datetime.now(timezone.utc).isoformat()),
         "seconds_per_round": each,
         "seconds_left": round(missing * each) if each and missing else None,
@@ -76,7 +77,9 @@ def shown(found: dict[str, Any]) -> Group:
     parts += [f"loss {found['loss']:.3f}"] if found["loss"] is not None else []
     validated = f" after step {found['val_step']}" if found["val_step"] else ""
     parts += [f"val {found['val_loss']:.3f}{validated}"] if found["val_loss"] is not None else []
-    times = [f"last round {duration(found['seconds_ago'])} ago"] if found["seconds_ago"] is not None else []
+    ago = found["seconds_ago"]
+    whose = f" by the clock of {found['author']}" if ago is not None and ago > SKEW else ""  # which may be wrong
+    times = [f"last round {duration(ago)} ago{whose}"] if ago is not None else []
     times += [f"one per {found['seconds_per_round']:.3g} s"] if found["seconds_per_round"] else []
     times += [f"{duration(found['seconds_left'])} left"] if found["seconds_left"] else []
     kept = f"checkpoint after round {found['checkpoint']}, log {found['log']}, demopt {found['demopt']}"
