@@ -177,6 +177,7 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
     ]
     for one, other in combinations(hellos, 2):
         key = f"{one}-{other}"
+        print(f"measuring {one} with {other} ...", flush=True)
         if me in (one, other):
             rows = _measure(PrefixStore(key, store), listens, me, one, other, hellos)
             if me == one:
@@ -234,9 +235,11 @@ def _measure(store: Any, listens: str, me: str, one: str, other: str, hellos: di
     from torch._C._distributed_c10d import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout = [ProcessGroupGloo.create_device(listens)], timedelta(seconds=TURN_SECONDS)
+    turn = timedelta(seconds=TURN_SECONDS)
+    options._devices, options._timeout = [ProcessGroupGloo.create_device(listens)], turn / 5  # gloo connects five times
     try:
         pg = ProcessGroupGloo(store, int(me == other), 2, options)
+        pg._set_default_timeout(turn)
         byte, seconds = torch.zeros(1, dtype=torch.uint8), []
         for _ in range(PINGS):
             began = time.perf_counter()

@@ -33,8 +33,17 @@ def _little_data(monkeypatch):
     monkeypatch.setattr(module, "BULK_SECONDS", 0.01)
 
 
-def test_every_pair_is_measured_and_all_machines_are_told():
+def test_every_pair_is_measured_and_all_machines_are_told(monkeypatch, capsys):
+    timeouts, passed = [], module._pass
+    monkeypatch.setattr(module, "_pass", lambda pg, *how: [timeouts.append(pg.options._timeout), passed(pg, *how)])
+    group = Mock(
+        wraps=ProcessGroupGloo, _Options=ProcessGroupGloo._Options, create_device=ProcessGroupGloo.create_device
+    )
+    group.side_effect = lambda *given: [timeouts.append(given[-1]._timeout * 5), ProcessGroupGloo(*given)][1]
+    monkeypatch.setattr(_distributed_c10d, "ProcessGroupGloo", group)
     first, *others = everywhere(MACHINES, wait=60)
+    assert set(timeouts) == {timedelta(seconds=module.TURN_SECONDS)}
+    assert capsys.readouterr().out.count("measuring 127.0.0.1 with 127.0.0.3 ...") == 3
     ways = [(one, other) for one in MACHINES for other in MACHINES if one != other]
     assert sorted((pair.source, pair.target) for pair in first) == ways
     for pair in first:
