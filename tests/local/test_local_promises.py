@@ -102,12 +102,34 @@ def test_weights_that_are_loaded_during_training_are_told_and_refused_in_a_folde
     told = pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back.*resync")
     with told, optimizer.shared():
         _load(optimizer, 0.5)
-    _load(optimizer, 0.5)
-    with pytest.warns(UserWarning, match="changed after the last round, outside the optimizer.*resync"):
-        train(optimizer, range(3, 4))
 
     with pytest.raises(ValueError, match="a run in a folder goes on from its own weights"):
         make(FolderExchange(ObjectStore())).resync(model=True)
+
+
+@pytest.mark.parametrize("steps", [3, 4], ids=["after a round", "between rounds"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_weights_that_the_script_changed_are_told_once_by_whatever_loses_them(steps, delay):
+    told = "changed after the last round, outside the optimizer: "
+    next_one = {
+        "shared": (lambda optimizer: optimizer.shared().__enter__(), r"shared\(\) shows the global weights, without"),
+        "step": (lambda optimizer: train(optimizer, range(steps, steps + 1)), "that counts as a local step"),
+        "save": (LocalDeMo.state_dict, "the state has the global weights, without that"),
+    }
+    for name, (call, effect) in next_one.items():
+        optimizer = make(delay=delay)
+        train(optimizer, range(steps))
+        kept = [each.detach().clone() for each in problems.all_parameters(optimizer)]
+        _load(optimizer, 0.5)
+        for parameter, value in zip(problems.all_parameters(optimizer), kept, strict=True):
+            parameter.detach().copy_(value)  # as an EMA restores them after an evaluation
+        with optimizer.shared():
+            pass
+        _load(optimizer, 0.5)
+        if optimizer.weights_differ and (name == "save" or optimizer._weights.are_elsewhere):
+            continue  # it has the local weights, too; or a device whose state is elsewhere is spared the copies
+        with pytest.warns(UserWarning, match=f"{told}{effect}.*resync"):
+            call(optimizer)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -299,10 +321,22 @@ class _Nested(torch.optim.SGD):
             parameter.data.add_(momentum.mul_(0.9).add_(parameter.grad), alpha=-0.01)
 
 
+class _Around(torch.optim.SGD):
+    """Steps by an optimizer of its own, which has the state, as SAM does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.base_optimizer = MOMENTUM(self.param_groups)
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e33])
-@pytest.mark.parametrize(
-    "inner", [problems.ADAMW, functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), torch.optim.Adagrad, _Nested]
-)
+@pytest.mark.parametrize("inner", [problems.ADAMW, MOMENTUM, torch.optim.Adagrad, _Nested, _Around])
 @ranks.alike(2)
 def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(exchange, inner, bad):
     """Beside it is a huge gradient that is finite: in a state, nothing of either may stay."""

@@ -67,6 +67,33 @@ def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(rank,
     _assert_told(heard, *(BIASES if rank == 0 and kind.endswith("AdamW for biases") else ()))
 
 
+@ranks.each(2)
+def test_optimizer_that_replaces_one_with_local_steps_says_how_to_send_them(rank):
+    parameters, built = problems.parameters([(4, 4)]), []
+
+    def build(of=parameters):
+        built.append(LocalDeMo(ADAMW(of), sync_every=2))
+
+    build()
+    problems.fingerprints(built[0], range(2), rank)
+    _assert_told(problems.warned(build))
+    problems.fingerprints(built[1], range(2, 3), rank)
+    _assert_told(problems.warned(lambda: build(problems.parameters([(4, 4)]))))
+    _assert_told(problems.warned(build), *(["finish_round(last=True) on all ranks before this"] if rank == 0 else []))
+    built[1].finish_round(last=True)
+    _assert_told(problems.warned(build))
+
+
+@ranks.each(2)
+def test_weights_in_memory_that_spawned_ranks_may_share_are_noticed(rank):
+    model = nn.Linear(4, 4).share_memory()
+    optimizer = DEMO(model.parameters())
+    problems.set_gradients(model.parameters(), 0, rank)
+    _assert_told(
+        problems.warned(optimizer.step), *(["in shared memory, as torch.multiprocessing.spawn"] if rank == 0 else [])
+    )
+
+
 def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing():
     optimizer = problems.local(None, [(4, 4)], ADAMW, sync_every=2)
     for each in (optimizer, copy.deepcopy(optimizer)):

@@ -144,6 +144,8 @@ class InnerOptimizers:
                             to_local(value).zero_()
             else:
                 each.state.clear()
+                if inside := _inside(each):  # as SAM's, whose moments are there
+                    inside.state.clear()
         for settings in self._settings:
             settings.restart()
 
@@ -381,7 +383,10 @@ def _fault(given: Any) -> str:
         return f", whose {switch}: one is in its state, {NOT_MOVED}"
     if not hasattr(given, "_optimizer_step_pre_hooks"):  # as Opacus's
         how = "wraps an optimizer without torch's constructor, so that its steps cannot be watched"
-        return f", which {how}; give the optimizer inside it to LocalDeMo, and that to the wrapper"
+        return (
+            f", which {how}; give the optimizer inside it to LocalDeMo, and that to the wrapper, unless that keeps a "
+            "copy of the weights, as Lookahead does"
+        )
     if not {"state", "param_groups"} <= (saved := given.state_dict()).keys():
         lacks = f"state_dict has {', '.join(map(str, saved))} and no state by parameter, so it could not be saved"
         return f", whose {lacks}; give the optimizer inside it"

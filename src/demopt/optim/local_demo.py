@@ -319,6 +319,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         if self._weights.untouched and self._rounds.in_folder:
             self.warn_once("shared", "shared() came before join(): these are this worker's own weights, not the run's")
+        self.mistakes.look_at_replaced("shared() shows the global weights, without that")
         return self.mistakes.unwatched(self._weights.shared)
 
     @unrecorded
@@ -428,6 +429,7 @@ class LocalDeMo(ReplicatedOptimizer):
         else:
             loss = self._step_inside(closure)
         self._weights.steps_since += 1
+        self._weights.note()
         self.mistakes.look_after_step(collectives)
         self.replicator.stats = Stats(route=self.replicator.stats.route)
         return loss

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from demopt.exchange.dtensor import forget_gathered, like_on, parts_of, to_local
+from demopt.exchange.dtensor import forget_gathered, like_on, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.replicator.replicator import Round
@@ -38,6 +38,7 @@ from demopt.replicator.rounds import Follower, Stage
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
+_ENOUGH = 256  # elements, by which weights are told apart
 TO_REPLACE = (
     "To replace the weights of all ranks during training (not in a folder), load them into the model on every rank, "
     "and call optimizer.resync(model=True) on all"
@@ -54,7 +55,8 @@ class LocalWeights(Follower):
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
         self.steps_since = 0  # local ones in D: since it last left the local weights
-        self._adopted: list[int] = []  # versions of the local weights when they became the global ones
+        #: The local weights as this optimizer left them: the version of each, and of one its beginning, if it is here.
+        self._left: tuple[dict[Tensor, int], Tensor, Tensor | None] | None = None
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
@@ -101,7 +103,8 @@ class LocalWeights(Follower):
         return bool(self.steps_since or self.start_of)
 
     def fingerprint(self) -> int:
-        return fingerprint(self.here([*parts_of(each.detach() for each in self.parameters)]))
+        """Returns a hash of the local weights that train; a script may move others, as MoCo does."""
+        return fingerprint(self.here([to_local(each.detach()) for each in self.global_of if each.requires_grad]))
 
     def _hash_of_global(self) -> int:
         return fingerprint([to_local(each.detach()) for each in self.global_of.values()])
@@ -131,27 +134,43 @@ class LocalWeights(Follower):
         """local <- global, after a round, or when the weights of a peer came; drops local steps since."""
         self.start_of, self.steps_since = {}, 0
         self._copy((global_weight, local) for local, global_weight in self.global_of.items())
-        self._adopted = self._versions
+        self.note()
 
     def take(self, weights: Sequence[Tensor]) -> None:
         """global <- weights of the model, one for each parameter."""
         self._copy((w, self.global_of[p]) for p, w in zip(self.parameters, weights, strict=True) if p in self.global_of)
 
-    def are_replaced(self) -> bool:
-        """Whether somebody has written other weights into the model since `adopt`; later calls return False."""
-        adopted, self._adopted = self._adopted, []
-        return bool(adopted) and not self.start_of and self._are_changed(adopted)
+    def note(self) -> None:
+        """Notes the local weights as this optimizer leaves them, for `are_replaced`."""
+        sizes = {local: to_local(local.detach()).numel() for local in self.global_of}
+        # of one that is small, but has so many elements that no other weights have the same
+        one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)), default=None)
+        if one is not None:
+            # A device whose state is elsewhere is spared a copy at each step.
+            self._left = self._versions, one, _beginning(one).clone() if self._is_here(one) else None
 
     @property
-    def _versions(self) -> list[int]:
-        """How often each local weight was written."""
-        return [local._version for local in self.global_of if not local.is_inference()]
-
-    def _are_changed(self, versions: list[int]) -> bool:
-        """Whether all local weights were written since, as loading does, and are not the global ones."""
-        if any(now == before for now, before in zip(self._versions, versions, strict=False)):
+    def are_replaced(self) -> bool:
+        """Whether somebody has written other weights into the model since `note`, as loading does."""
+        if self._left is None or self.aside:
             return False
-        return not all(
+        versions, one, kept = self._left
+        if kept is None:
+            return not self.differ and self._are_changed(versions)
+        return self._are_written(versions) and not torch.equal(_beginning(one).to(kept.dtype), kept)
+
+    @property
+    def _versions(self) -> dict[Tensor, int]:
+        """How often each local weight was written."""
+        return {local: local._version for local in self.global_of if not local.is_inference()}
+
+    def _are_written(self, versions: Mapping[Tensor, int]) -> bool:
+        """Whether all local weights were written since, as loading does."""
+        return all(local._version != version for local, version in versions.items())
+
+    def _are_changed(self, versions: Mapping[Tensor, int]) -> bool:
+        """Whether all local weights were written since, and are not the global ones."""
+        return self._are_written(versions) and not all(
             torch.equal(mine, to_local(self.global_of[local].detach()).to(mine.dtype))
             for local, mine in self._local_ones().items()
         )
@@ -257,6 +276,7 @@ class LocalWeights(Follower):
             else:
                 moved.append((target, source.to(target.dtype)))
         self._staging.copy((source, target) for target, source in moved)
+        self.note()
 
     # Evaluating and saving
 
@@ -266,7 +286,7 @@ class LocalWeights(Follower):
             yield
             return
         self.notice_loaded()
-        aside = self._copies(self.global_of.keys())
+        aside, has_left = self._copies(self.global_of.keys()), self._left is not None
         try:
             with uninterrupted():
                 self.aside = aside
@@ -279,6 +299,8 @@ class LocalWeights(Follower):
             with uninterrupted():
                 self._copy((kept, local) for local, kept in aside.items())
                 self.aside = {}
+                if has_left:
+                    self.note()
 
     def to_save(self, local: Tensor) -> dict[str, Tensor]:
         """Returns what a state holds of a parameter's weights: the global ones, and those of this rank that differ."""
@@ -293,7 +315,7 @@ class LocalWeights(Follower):
         """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
         self.notice_loaded()
         before = self._hash_of_global() if self.untouched else None
-        self.start_of, self._adopted = {}, []
+        self.start_of, self._left = {}, None
         self.steps_since = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
             entry = saved.get(local, {})
@@ -327,6 +349,14 @@ class LocalWeights(Follower):
         pairs = [*pairs]
         _forget_copies(target for _, target in pairs)
         self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
+
+
+def _beginning(weight: Tensor) -> Tensor:
+    """Returns a view of a weight's beginning, of `_ENOUGH` elements or more."""
+    part = to_local(weight.detach())
+    while part.dim() > 1 and part[0].numel() >= _ENOUGH:
+        part = part[0]
+    return part
 
 
 def _forget_copies(weights: Iterable[Tensor]) -> None:

@@ -5,9 +5,10 @@ parameters in its first step (`look_at_models`). `Mistakes` watches the script a
 """
 
 import inspect
+import multiprocessing
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -43,7 +44,8 @@ _told: WeakSet[nn.Module] = WeakSet()  # normalisations whose buffers were warne
 def check_model(model: Any) -> None:
     """Raises TypeError unless it is a module, such as where parameters are given."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"got a {type(model).__name__} where a torch.nn.Module is expected")
+        several = "; put several into a torch.nn.ModuleList" if isinstance(model, Iterable) else ""
+        raise TypeError(f"got a {type(model).__name__} where a torch.nn.Module is expected{several}")
 
 
 def remember(model: nn.Module, function: str) -> None:
@@ -68,10 +70,16 @@ def look_at_models(optimizer: Any) -> None:
     session = optimizer.replicator.session
     if session.exchange.world_size == 1 or not session.exchange.speaks:
         return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if multiprocessing.parent_process() is not None and any(p.is_cpu and p.is_shared() for p in parameters):
+        warn(
+            "the model's weights are in shared memory, as torch.multiprocessing.spawn puts those of a model that it is "
+            "given: if several ranks have the same memory, each moves the weights of all. Build the model in each rank"
+        )
     with _change:
         optimizers, models = list(_all), list(_models)
     kept = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    mine, told = {id(p) for group in optimizer.param_groups for p in group["params"]}, False
+    mine, told = {*map(id, parameters)}, False
     for model in [each for each in models if any(id(p) in mine for p in each.parameters())]:
         _warn_of_statistics(model)
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
@@ -141,6 +149,8 @@ class Mistakes:
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
+        if is_new and (optimizer._rounds.in_folder or optimizer.replicator.rank_and_size[1] > 1):
+            self._look_at_earlier(optimizer)
         self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # until a hint
         self._last = [0.0] * len(optimizer.param_groups)  # rates at the last round
         self._still = 0  # rounds since a rate rose
@@ -149,6 +159,21 @@ class Mistakes:
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._steps = 0  # local steps
         self._watched: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []  # models, and the hook of each
+
+    def _look_at_earlier(self, optimizer: Any) -> None:
+        """Notices local steps of an optimizer that this one replaces."""
+        with _change:
+            others = [each for each in _all if each is not optimizer and hasattr(each, "local_steps")]
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        replaced = [
+            each for each in others if any(id(p) in mine for group in each.param_groups for p in group["params"])
+        ]
+        if any(each.weights_differ for each in replaced):
+            optimizer.warn_once(
+                "earlier",
+                "an earlier LocalDeMo of these parameters has local steps that no round has sent, and an error: call "
+                "its finish_round(last=True) on all ranks before this one is built, or load a state into this one",
+            )
 
     def watch(self, model: nn.Module) -> None:
         """Notices it if the model runs in eval() with local weights."""
@@ -186,13 +211,12 @@ class Mistakes:
             )
         self._loaded = None
 
-    def look_at_replaced(self) -> None:
-        """Before the first local step after a round."""
-        if "replaced" not in self._optimizer._warned and self._optimizer._weights.are_replaced():
+    def look_at_replaced(self, effect: str = "that counts as a local step, of which each round sends a part") -> None:
+        """Before weights that the script has changed are lost, or count as a local step."""
+        if "replaced" not in self._optimizer._warned and self._optimizer._weights.are_replaced:
             self._optimizer.warn_once(
                 "replaced",
-                "the model's weights were changed after the last round, outside the optimizer: that counts as a local "
-                f"step, of which each round sends a part. {TO_REPLACE}",
+                f"the model's weights were changed after the last round, outside the optimizer: {effect}. {TO_REPLACE}",
                 here=True,
             )
 
@@ -261,6 +285,8 @@ class Mistakes:
         self._warn_of_local("evaluated", "the model ran in eval()", f"with the local weights of rank {rank}: {remedy}")
 
     def look_at_saving(self) -> None:
+        if not self._optimizer.weights_differ:
+            self.look_at_replaced("the state has the global weights, without that")
         remedy = "save inside `with optimizer.shared():`, or right after a round, with delay after flush()"
         self._warn_of_local("saved", "the state was saved", f"when the model has this rank's local weights; {remedy}")
 

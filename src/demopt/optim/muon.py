@@ -177,8 +177,11 @@ class BatchedMuon(_TorchMuon):  # type: ignore[misc]
         lr, momentum = group["lr"], group["momentum"]
         gradients = [to_local(each.grad) for each in batch if each.grad is not None]
         for matrix in batch:
-            if not self.state[matrix]:
-                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            state = self.state[matrix]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(matrix)
+            elif state["momentum_buffer"].dtype != matrix.dtype:  # as after model.bfloat16()
+                state["momentum_buffer"] = state["momentum_buffer"].to(matrix.dtype)
         averages = [to_local(self.state[matrix]["momentum_buffer"]) for matrix in batch]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, averages, momentum) if group["nesterov"] else averages
