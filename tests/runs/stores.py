@@ -59,13 +59,13 @@ class Through(Store):
 class Cache(Through):
     """A cache that gives a share of objects as the whole, or nothing, the first two times that each is read."""
 
-    def __init__(self, inner: Store, ending: str, share: float) -> None:
+    def __init__(self, inner: Store, kind: str, share: float) -> None:
         super().__init__(inner)
-        self.ending, self.share, self.known = ending, share, Counter[str]()
+        self.kind, self.share, self.known = kind, share, Counter[str]()
 
     def get(self, name: str, most: int) -> bytes | None:
         found = super().get(name, most)
-        if found is None or not name.endswith(self.ending) or self.known[name] == 2:
+        if found is None or self.kind not in name or self.known[name] == 2:
             return found
         self.known[name] += 1
         return found[: int(self.share * len(found))] or None

@@ -147,6 +147,24 @@ def test_record_under_its_second_name_is_that_of_a_folder_that_is_mounted_again(
     assert run.get("run", 9) == b"this run"
 
 
+def test_record_of_a_keyed_run_is_there_after_a_stranger_has_filled_an_empty_file_of_its_name(run, tmp_path):
+    place, keyed = tmp_path / "run", Keyed(run, KEY)
+    (place / "run").touch()
+    assert keyed.put_if_absent("run", b"record")
+    (place / "run").write_bytes(b"x")
+    assert keyed.get("run", 9) == Keyed(Disk(place), KEY).read("run", 9, bytes) == b"record"
+    shutil.copytree(place, tmp_path / "other")
+    place.rename(tmp_path / "away")
+    (tmp_path / "other").rename(place)  # mounted again
+    assert keyed.get("run", 9) == b"record"
+    next(place.glob("run~?*")).write_bytes(b"another run")
+    shutil.copytree(place, tmp_path / "other")
+    shutil.rmtree(place)
+    (tmp_path / "other").rename(place)
+    with pytest.raises(StoreError, match="another folder is in its place"):
+        keyed.get("run", 9)
+
+
 def test_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
     """In the order that survives a loss of power at any moment."""
     did, fsync, link = [], os.fsync, os.link
@@ -240,7 +258,7 @@ def test_users_of_any_umask_share_a_run_and_an_object_that_is_closed_to_others_i
     def refuse():
         with pytest.raises(MessageError, match="cannot be read by this user"):
             Disk(tmp_path / "run").get(MESSAGE, 99)
-        assert own.put_if_absent(MESSAGE, b"own")  # under its second name
+        assert own.put_if_absent(MESSAGE, b"own")
         assert own.get(MESSAGE, 99) == b"own"
 
     as_user(tmp_path, 1002, 0o077, read)

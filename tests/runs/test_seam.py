@@ -286,14 +286,14 @@ def test_false_answer_for_an_object_that_is_absent_is_none(ending, body, key):
 
     def answer(name, most, get=store.get):
         found = get(name, most)
-        is_false = found is None and name.endswith(ending) and name not in false
+        is_false = found is None and ending in name and name not in false
         false.add(name)
         return body if is_false else found
 
     store.get = answer
     assert sleeper.round(2).rounds == 5
     assert Worker(store, 2, key=key).join().digest == sleeper.digest
-    assert any(name.endswith(ending) for name in false)
+    assert any(ending in name for name in false)
 
 
 @pytest.mark.usefixtures("still")

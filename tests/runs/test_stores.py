@@ -87,7 +87,7 @@ def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key()
     keyed = Keyed(bare, KEY)
     stores.put(keyed, "rounds/1/a.message", b"message")
     assert keyed.list("rounds/1") == {"a.message"}
-    whole = bare.get("rounds/1/a.message", most=99)
+    whole = bare.get(keyed._place("rounds/1/a.message"), most=99)
     assert whole.endswith(b"message"), "which anybody can read"
     for name, data in (
         ("changed", whole[:-1] + b"x"),
@@ -97,7 +97,7 @@ def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key()
         ("empty", b""),
         ("another", Keyed(bare, bytes(32))._tag("another", b"message") + b"message"),
     ):
-        stores.put(bare, name, data)
+        stores.put(bare, keyed._place(name), data)
         told = f"{name} was not written with this run's key; give the run's own --key-file, or none"
         with pytest.raises(MessageError, match=told):
             keyed.get(name, most=99)

@@ -54,7 +54,7 @@ class Disk(Store):
         self.address = str(self._root)
         self._root.mkdir(parents=True, exist_ok=True)
         self._opened_as = os.stat(self._root)
-        self._run: bytes | None = None  # the object `run`, once it has been seen
+        self._run: tuple[str, bytes] | None = None  # name and content of the run's record, once it has been seen
         self._tidy = False
         self._has_linked = False  # this file system has hard links
 
@@ -69,8 +69,8 @@ class Disk(Store):
                         raise MessageError(f"{name} is empty, and so is its second name")
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            if name == RECORD and self._run is None:
-                self._run = found
+            if name.partition("~")[0] == RECORD and self._run is None and found is not None:  # with a key or without
+                self._run = name, found
             return found
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -78,8 +78,8 @@ class Disk(Store):
             # An object has bytes, so an empty file is none. Deleting it would race; a second name does not.
             for each in (leaf, f"{leaf}~"):
                 if _size(each, here) is None and self._link(data, each, here):
-                    if name == RECORD:
-                        self._run = data
+                    if name.partition("~")[0] == RECORD:
+                        self._run = name, data
                     return True
                 if _size(each, here):
                     break
@@ -135,9 +135,10 @@ class Disk(Store):
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise GoneError(*error.args) from error
             if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, when numbers change
-                leaf = RECORD if here is not None else str(self._root / RECORD)
-                run = _content(leaf, here, 1 << 30, RECORD) or _content(f"{leaf}~", here, 1 << 30, RECORD)
-                if self._run is not None and run != self._run:
+                name, run = self._run or (RECORD, None)
+                leaf = name if here is not None else str(self._root / name)
+                there = _content(leaf, here, 1 << 30, name) or _content(f"{leaf}~", here, 1 << 30, name)
+                if run is not None and there != run:
                     raise GoneError("another folder is in its place")
                 self._opened_as = found
             yield here

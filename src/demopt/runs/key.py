@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from demopt.errors import MessageError
-from demopt.runs.store import ClosedError, Store
+from demopt.runs.store import RECORD, Store
 
 KEY_BYTES = 32
 TAG_BYTES = 32
 T = TypeVar("T")
-_MOST = 1 << 22  # bytes of another's object in the place of one that is put
+_MOST = 1 << 12  # letters of a key file that are read
 _log = logging.getLogger("demopt")
 
 
@@ -25,87 +25,59 @@ class ForeignError(MessageError):
 class Keyed(Store):
     """A store with a keyed BLAKE2b of name and content at the start of each object. It does not encrypt.
 
-    The name is part of the hash, so that an object cannot be moved to another round or to another worker. A stranger
-    may take a name first. Such an object is none, and the run's own lies under a second name that only the key tells.
-    The object `run` has no second name: there a wrong key is seen.
+    The name is part of the hash, so that an object cannot be moved to another round or to another worker. It ends with
+    letters that only the key tells, so that no stranger can take it first: objects of other names are none. The object
+    `run` lies also under its plain name, where a wrong key is seen.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
         >>> bare = ObjectStore()
-        >>> Keyed(bare, bytes(32)).put_if_absent("a", b"weights"), Keyed(bare, bytes(32)).get("a", most=9)
-        (True, b'weights')
-        >>> Keyed(bare, bytes([1] * 32)).get("a", most=9)
+        >>> Keyed(bare, bytes(32)).put_if_absent("run", b"{}"), Keyed(bare, bytes(32)).get("run", most=9)
+        (True, b'{}')
+        >>> Keyed(bare, bytes([1] * 32)).get("run", most=9)
         Traceback (most recent call last):
-        demopt.runs.key.ForeignError: a was not written with this run's key; give the run's own --key-file, or none
+        demopt.runs.key.ForeignError: run was not written with this run's key; give the run's own --key-file, or none
     """
 
     def __init__(self, inner: Store, key: bytes) -> None:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise ValueError(f"the key is not of {KEY_BYTES} bytes; make one with secrets.token_bytes({KEY_BYTES})")
         self._inner, self._key, self.address = inner, key, inner.address
-        self._foreign: set[str] = set()  # names that a stranger has taken
 
     def get(self, name: str, most: int) -> bytes | None:
-        def at(place: str) -> bytes | None:
-            found = self._inner.get(place, most + TAG_BYTES)
-            return None if found is None else self._opened(name, found)
-
-        if name in self._foreign:
-            return at(self._second(name))
-        try:
-            return at(name)
-        except ClosedError:  # it may be the run's own, of a worker with other rights
-            raise
-        except MessageError as error:
-            if "/" not in name or (found := at(self._second(name))) is None:
-                raise ForeignError(error.reason) from None
-            return found
+        for place in self._places(name):
+            if (found := self._inner.get(place, most + TAG_BYTES)) is not None:
+                return self._opened(name, found)
+        return None
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
-        """As `Store`. A name that holds a foreign object for seconds, and not for a moment, is a stranger's."""
-        if name in self._foreign:
-            second = self._second(name)
-            return self._inner.read(second, most + TAG_BYTES, lambda data: parse(self._opened(name, data)))
-        whole: list[bytes] = []
-
-        def opened(data: bytes) -> T:
-            whole[:] = [self._opened(name, data)]
-            return parse(whole[0])
-
-        try:
-            return self._inner.read(name, most + TAG_BYTES, opened)
-        except MessageError as error:
-            if whole or "/" not in name or isinstance(error, ClosedError):
-                raise
-            self._foreign.add(name)
-            if (found := self.get(name, most)) is None:
-                raise ForeignError(error.reason) from None
-            return parse(found)
+        for place in self._places(name):
+            found = self._inner.read(place, most + TAG_BYTES, lambda data: parse(self._opened(name, data)))
+            if found is not None:
+                return found
+        return None
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        sealed = self._tag(name, data) + data
-        if name not in self._foreign:
-            if self._inner.put_if_absent(name, sealed):
-                return True
-            try:
-                self._inner.read(name, max(len(sealed), _MOST), lambda found: self._opened(name, found))
-                return False
-            except MessageError as error:
-                if "/" not in name or isinstance(error, ClosedError):
-                    return False
-                self._foreign.add(name)
-        return self._inner.put_if_absent(self._second(name), sealed)
+        # Of `run`, the plain one decides; the other one stays where a stranger fills an empty file of the plain name.
+        return all(self._inner.put_if_absent(place, self._sealed(name, data)) for place in self._places(name)[::-1])
 
     def list(self, folder: str) -> set[str]:
         names = self._inner.list(folder)
-        own = {name.partition("~")[0] for name in names if "~" in name}
-        own = {name for name in own if self._second(f"{folder}/{name}").rpartition("/")[2] in names}
-        self._foreign.update(f"{folder}/{name}" for name in own)
-        return own | {name for name in names if "~" not in name and f"{folder}/{name}" not in self._foreign}
+        own = {name.partition("~")[0] for name in names}
+        return {name for name in own if self._place(f"{folder}/{name}").rpartition("/")[2] in names}
 
     def delete(self, names: Iterable[str]) -> None:
-        names = tuple(names)
-        self._inner.delete([*names, *(self._second(name) for name in names if name in self._foreign)])
+        self._inner.delete(map(self._place, names))
+
+    def _place(self, name: str) -> str:
+        """Returns the name under which an object lies."""
+        return f"{name}~{self._tag(name, b'')[:8].hex()}"
+
+    def _places(self, name: str) -> tuple[str, ...]:
+        return (self._place(name), name) if name == RECORD else (self._place(name),)
+
+    def _sealed(self, name: str, data: bytes) -> bytes:
+        return self._tag(name, data) + data
 
     def _opened(self, name: str, sealed: bytes) -> bytes:
         """Returns what was sealed; ForeignError if the tag is another."""
@@ -114,11 +86,8 @@ class Keyed(Store):
             raise ForeignError(f"{name} was not written with this run's key; give the run's own --key-file, or none")
         return data
 
-    def _second(self, name: str) -> str:
-        return f"{name}~{self._tag(name, b'')[:8].hex()}"
-
     def _tag(self, name: str, data: bytes) -> bytes:
-        tag = hashlib.blake2b(digest_size=TAG_BYTES, key=self._key, person=b"demopt run")
+        tag = hashlib.blake2b(digest_size=TAG_BYTES, key=self._key, person=b"demopt run 2")
         tag.update(len(name).to_bytes(8, "little") + name.encode())
         tag.update(data)
         return tag.digest()

@@ -385,7 +385,8 @@ def check_facts(record: Record, facts: dict[str, str], address: str, worker: str
     if (differing := first_difference(record.facts, facts)) is not None:
         name, there, here = differing
         name, there = legible(name, 200), legible(there, 500)
-        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}")
+        thaw = "; call requires_grad_(True) before step() and finish_round()" if here == f"{there}, frozen" else ""
+        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}{thaw}")
 
 
 def legible(text: str, most: int) -> str:

@@ -200,7 +200,9 @@ class Patient(Store):
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
-        kind = "put" if name != RECORD else f"put of {RECORD}"  # which a worker that may put all others may not
+        kind = (
+            "put" if name.partition("~")[0] != RECORD else f"put of {RECORD}"
+        )  # which a worker that may put all others may not
         return self._repeat(kind, lambda: self.inner.put_if_absent(name, data), len(data))
 
     def list(self, folder: str) -> set[str]:
