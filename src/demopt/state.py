@@ -189,6 +189,12 @@ def check_saved(
             _check_weights(saved.ours, parameter, settings.transform, number)
         _check_replicator(saved, parameter, settings, number)
         by_parameter[parameter] = saved
+    held = (saved.ours.get(name) for saved in by_parameter.values() for name in ("global", "momentum"))
+    if narrow := {each.dtype for each in held if each is not None and each.itemsize < 4}:
+        warn(
+            f"the state was converted to {', '.join(map(str, narrow))} since it was saved, so that weights and momenta "
+            "are rounded: save it in its own dtypes"
+        )
     if lacking:
         warn(
             f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "
@@ -407,6 +413,14 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
         raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
     if not parts:
+        names = {name for entry in state.get("state", {}).values() for name in entry}
+        is_of_demo = {"step"} <= names <= {"step", *RULE_STATE}  # or of torch's AdamW, which has no such weight:
+        is_of_demo = is_of_demo and ("exp_avg_sq" in names) == ("exp_avg_sq_weight" in names)
+        if is_of_demo or ("global" in names and "error" not in names):
+            raise ValueError(
+                f"the state was consolidated, and its entry {RANKS!r}, with each rank's own part, is gone: torch's "
+                "get_optimizer_state_dict leaves it out. Save optimizer.state_dict() itself"
+            )
         return state
     for part in parts.values():
         check_form(part)

@@ -296,6 +296,28 @@ def test_mark_of_another_form_counts_as_none(saved_by):
         assert problems.same([*entry.values()], [*before["state"][number].values()])
 
 
+@pytest.mark.parametrize("kind", carriers.KINDS)
+def test_consolidated_state_whose_parts_are_gone_as_torch_drops_them_says_so(kind):
+    states = ranks.threads(_consolidated, 2, kind)[0][1]
+    new = carriers.build(kind)
+    del states["ranks"]
+    with (
+        problems.unchanged(new),
+        pytest.raises(ValueError, match=r"consolidated, and its entry 'ranks'.*is gone: torch's"),
+    ):
+        new.load_state_dict(states)
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_state_that_was_rounded_since_it_was_saved_is_told(kind):
+    optimizer = problems.optimizer_of(kind, problems.parameters([(4, 4)]))
+    state = problems.by_file(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry.update({n: v.half() for n, v in entry.items() if n in ("momentum", "global", "local", "error")})
+    with pytest.warns(UserWarning, match=r"the state was converted to torch\.float16 since it was saved"):
+        optimizer.load_state_dict(state)
+
+
 def test_consolidated_state_without_a_rank_is_refused():
     state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
     del state["ranks"][1]
