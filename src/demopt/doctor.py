@@ -137,9 +137,9 @@ def versions() -> dict[str, str]:
 
 def own_address(peers: list[str]) -> str:
     """Returns the one of the peers' addresses that is this machine's."""
-    from demopt.train.team import address_of, interfaces, local_address
+    from demopt.train.team import address_of, addresses, local_address
 
-    here, mine = set(interfaces().values()), []
+    here, mine = {address for _, address in addresses()}, []
     for peer in peers:
         try:
             address = address_of(peer)
@@ -291,4 +291,4 @@ def _bits_per_second(pg: Any, sender: int) -> float:
 
 def _pass(pg: Any, data: Any, sender: int) -> None:
     call = pg.send if pg.rank() == sender else pg.recv
-    call([data], 1 - pg.rank(), 0).wait()
+    call([data], 1 - pg.rank(), 0).wait(timedelta(seconds=TURN_SECONDS))  # else the time-out of connecting holds

@@ -414,8 +414,8 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
         raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
     if not parts:
         names = {name for entry in state.get("state", {}).values() for name in entry}
-        is_of_demo = {"step"} <= names <= {"step", *RULE_STATE}  # or of torch's AdamW, which has no such weight:
-        is_of_demo = is_of_demo and ("exp_avg_sq" in names) == ("exp_avg_sq_weight" in names)
+        is_ours = any("momentum_decay" in group for group in state.get("param_groups", ()))
+        is_of_demo = is_ours and {"step"} <= names <= {"step", *RULE_STATE}
         if is_of_demo or ("global" in names and "error" not in names):
             raise ValueError(
                 f"the state was consolidated, and its entry {RANKS!r}, with each rank's own part, is gone: torch's "

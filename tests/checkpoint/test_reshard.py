@@ -309,6 +309,14 @@ def test_consolidated_state_whose_parts_are_gone_as_torch_drops_them_says_so(kin
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_state_of_another_optimizer_that_counts_steps_is_not_called_consolidated(kind):
+    optimizer = problems.optimizer_of(kind, problems.parameters([(4, 4)]))
+    entry = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(4, 4)}
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{"params": [0], "lr": 0.1}]})
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_state_that_was_rounded_since_it_was_saved_is_told(kind):
     optimizer = problems.optimizer_of(kind, problems.parameters([(4, 4)]))
     state = problems.by_file(optimizer.state_dict())

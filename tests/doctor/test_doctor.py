@@ -114,7 +114,7 @@ def named(monkeypatch, address, own="10.1.2.3"):
     """As on a machine whose name stands for an address of its own, or for none."""
     monkeypatch.delenv(team.INTERFACE, raising=False)
     monkeypatch.setattr(team, "own_addresses", lambda _: [address] if address else [])
-    monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": own})
+    monkeypatch.setattr(team, "addresses", lambda: [("lo", "127.0.0.1"), ("eth7", own)])
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1", None], ids=["as Debian has it", "IPv6", "no address"])
@@ -155,7 +155,10 @@ def test_interface_without_ipv4_has_its_ipv6_address_of_the_network(monkeypatch,
         "fd720001000000000000000000000003 01 40 00 80       lo\n"
     )
     monkeypatch.setattr(team, "_IPV6", tmp_path / "if_inet6")
-    assert (team.interfaces()["eth9"], team.interfaces()["lo"]) == ("fd72:1::2", "127.0.0.1")
+    assert [each for each in team.addresses() if each[0] in ("lo", "eth9")] == [
+        *(("lo", "127.0.0.1"), ("eth9", "fd72:1::2"), ("lo", "fd72:1::3"))
+    ]
+    assert team.listen_on("fd72:1::3") == f"export {team.INTERFACE}=lo", "also where it has an IPv4 address"
     monkeypatch.setenv(team.INTERFACE, "eth9")
     team.refuse_loopback("fd72:2::2")
     assert (team.gloo_address()[0], team.listen_on("fd72:1::2")) == ("fd72:1::2", f"export {team.INTERFACE}=eth9")
@@ -183,7 +186,7 @@ def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch):
 
 
 def test_machine_whose_system_tells_no_interfaces_finds_itself_and_trusts_the_one_that_is_named(monkeypatch):
-    monkeypatch.setattr(team, "interfaces", dict)  # as on macOS
+    monkeypatch.setattr(team, "addresses", list)  # as on macOS
     assert module.own_address(["192.0.2.1", "127.0.0.1"]) == "127.0.0.1"
     monkeypatch.setenv(team.INTERFACE, "en0")
     team.refuse_loopback("10.1.2.4")

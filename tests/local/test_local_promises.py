@@ -115,6 +115,9 @@ def test_weights_that_the_script_changed_are_told_once_by_whatever_loses_them(st
         "shared": (lambda optimizer: optimizer.shared().__enter__(), r"shared\(\) shows the global weights, without"),
         "step": (lambda optimizer: train(optimizer, range(steps, steps + 1)), "that counts as a local step"),
         "save": (LocalDeMo.state_dict, "the state has the global weights, without that"),
+        "resync": (LocalDeMo.resync, r"resync\(\) drops that"),
+        "flush": (LocalDeMo.flush, r"flush\(\) drops that, or counts"),
+        "finish": (LocalDeMo.finish_round, "that counts as a local step"),
     }
     for name, (call, effect) in next_one.items():
         optimizer = make(delay=delay)
@@ -130,6 +133,14 @@ def test_weights_that_the_script_changed_are_told_once_by_whatever_loses_them(st
             continue  # it has the local weights, too; or a device whose state is elsewhere is spared the copies
         with pytest.warns(UserWarning, match=f"{told}{effect}.*resync"):
             call(optimizer)
+
+
+@pytest.mark.parametrize("shape", [(0, 300), (3000, 20), (5000,), ()])
+def test_looking_at_changed_weights_keeps_few_of_them_and_none_of_an_empty_shard(shape):
+    optimizer = make(shapes=[shape], top_k=None)
+    train(optimizer, range(4))
+    kept = optimizer._weights._left[2]
+    assert kept is None or kept.untyped_storage().nbytes() < 5000
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -80,6 +80,12 @@ def test_optimizer_that_replaces_one_with_local_steps_says_how_to_send_them(rank
     problems.fingerprints(built[1], range(2, 3), rank)
     _assert_told(problems.warned(lambda: build(problems.parameters([(4, 4)]))))
     _assert_told(problems.warned(build), *(["finish_round(last=True) on all ranks before this"] if rank == 0 else []))
+    before = [p.detach().clone() for p in parameters]
+    for parameter in parameters:  # as a search of a learning rate does
+        parameter.detach().zero_()
+    _assert_told(problems.warned(build))
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.detach().copy_(value)
     built[1].finish_round(last=True)
     _assert_told(problems.warned(build))
 

@@ -12,11 +12,11 @@ import obstore
 import pytest
 import torch
 from stores import Cache
-from workers import Counter, Worker, counters, joined, replayed, rounds, steps, times_applied, waiting
+from workers import Counter, Worker, at_first, counters, joined, replayed, rounds, steps, times_applied, waiting
 
 import forked
 from demopt import FolderExchange
-from demopt.errors import SettingsError
+from demopt.errors import ExchangeError, SettingsError
 from demopt.runs import log
 from demopt.runs.open_round import OpenRound
 from demopt.runs.store import ObjectStore
@@ -312,3 +312,30 @@ def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_l
     manifests = [log.read_manifest(store, worker.run.record.identity, number) for number in range(2)]
     notes = [[each.note["sequences"] for each in manifest.senders if each.note] for manifest in manifests]
     assert notes == [[], [4]]
+
+
+def test_trainer_that_has_caught_up_shares_the_batch_out_among_the_members_of_now(store):
+    slow, other, third = *joined(store), Worker(store, 2).join()
+    trainer, told = trainers.Worker.__new__(trainers.Worker), []
+    trainer.run, trainer._last, trainer._members, trainer._speeds, trainer._heard = slow.run, None, set(), {}, {}
+    trainer._count, trainer.share_out, trainer.report = Mock(), told.append, Mock()
+    other.run.leaving = True
+    other.round()
+    third.round(4)
+    slow.round()
+    assert slow.run.last.manifest.round < slow.run.decided.round
+    trainer._hear(1.0)
+    assert {*told[-1]} == {slow.run.worker, third.run.worker}
+
+
+def test_stats_have_the_bytes_of_a_catch_up_that_an_error_has_ended_before(store, monkeypatch):
+    slow, quick = joined(store)
+    quick.round(2)
+    away = Mock(side_effect=ExchangeError("away"))
+    monkeypatch.setattr(slow.run, "results_of", at_first(slow.run.results_of, away))
+    with pytest.raises(ExchangeError, match="away"):
+        slow.round()
+    monkeypatch.undo()
+    before = slow.run.received_bytes
+    slow.round()
+    assert slow.optimizer.stats.received_bytes == slow.run.received_bytes - before > 0

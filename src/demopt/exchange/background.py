@@ -132,6 +132,7 @@ def _let_end(calls: "queue.SimpleQueue[Callable[[], None] | None]", thread: thre
 
 def _let_work_end(free: threading.Semaphore, most: int, process: int) -> None:
     """The same for the calls of `most` threads; a forked process has none of them."""
-    end = time.monotonic() + _LAST_CALLS
-    for _ in range(most if os.getpid() == process else 0):
-        free.acquire(timeout=max(0.0, end - time.monotonic()))
+    end, most = time.monotonic() + _LAST_CALLS, most if os.getpid() == process else 0
+    taken = [free.acquire(timeout=max(0.0, end - time.monotonic())) for _ in range(most)]
+    for _ in filter(None, taken):
+        free.release()  # functions that were registered earlier run later, and may make calls still

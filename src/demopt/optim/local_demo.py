@@ -309,6 +309,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         self._before_change("flush")
         self.mistakes.look_at_loaded()
+        self.mistakes.look_at_replaced("flush() drops that, or counts it as a local step")
         self._end_open_round()
         self._weights.land()
 
@@ -345,7 +346,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if model:
             self.mistakes.note_state(has_local_weights=False)
         else:
-            self.mistakes.look_at_replaced()
+            self.mistakes.look_at_replaced("resync() drops that")
         loaded = [p.detach().clone() for group in self.param_groups for p in group["params"]] if model else []
         self.mistakes.look_at_loaded()
         if self.replicator.is_open:  # a catch-up that has failed is not tried again: the newest weights come now
@@ -412,6 +413,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
+        self._weights.forget()
         if closure is None:  # otherwise it may drop the gradients there are
             self._warn_of_frozen()
         for parameter in self._weights.parameters:
@@ -460,12 +462,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        is_retry, background = self._must_retry, self.replicator.options.background
+        background = self.replicator.options.background
         if not self.replicator.is_open:  # those of a `flush` are no part of this round's
             self.replicator.stats = Stats(route=self.replicator.stats.route)
         if self._end_open_round():  # and with it the run
             return
-        spent = self.replicator.stats if is_retry else Stats()  # by earlier rounds of this step
+        spent = Stats() if background else self.replicator.stats  # by rounds that have ended in this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=not self._rounds.in_folder)
@@ -487,6 +489,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Begins a round; `sends`: also extracts and sends it, in the background."""
         self._weights.begin()
         self.mistakes.look_at_loaded()
+        self.mistakes.look_at_replaced()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         if sends:
             self.replicator.extract_and_send(starts, weights)  # while the device takes more steps

@@ -102,9 +102,9 @@ class LocalWeights(Follower):
         """Whether local weights are not the global ones."""
         return bool(self.steps_since or self.start_of)
 
-    def fingerprint(self) -> int:
-        """Returns a hash of the local weights that train; a script may move others, as MoCo does."""
-        return fingerprint(self.here([to_local(each.detach()) for each in self.global_of if each.requires_grad]))
+    def fingerprint(self, weights: Sequence[Tensor]) -> int:
+        """Returns a hash of some local weights."""
+        return fingerprint(self.here([to_local(each.detach()) for each in weights]))
 
     def _hash_of_global(self) -> int:
         return fingerprint([to_local(each.detach()) for each in self.global_of.values()])
@@ -139,6 +139,10 @@ class LocalWeights(Follower):
     def take(self, weights: Sequence[Tensor]) -> None:
         """global <- weights of the model, one for each parameter."""
         self._copy((w, self.global_of[p]) for p, w in zip(self.parameters, weights, strict=True) if p in self.global_of)
+
+    def forget(self) -> None:
+        """Before a local step, which an interrupt may end anywhere: until `note` nothing is known of the weights."""
+        self._left = None
 
     def note(self) -> None:
         """Notes the local weights as this optimizer leaves them, for `are_replaced`."""
@@ -353,11 +357,11 @@ class LocalWeights(Follower):
 
 
 def _beginning(weight: Tensor) -> Tensor:
-    """Returns a view of a weight's beginning, of `_ENOUGH` elements or more."""
+    """Returns a view of a weight's beginning, of `_ENOUGH` elements or some more, if it has so many."""
     part = to_local(weight.detach())
-    while part.dim() > 1 and part[0].numel() >= _ENOUGH:
+    while part.dim() > 1 and part[:1].numel() >= _ENOUGH:
         part = part[0]
-    return part
+    return part[: -(-_ENOUGH // max(1, part[:1].numel()))] if part.dim() else part
 
 
 def _forget_copies(weights: Iterable[Tensor]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -156,7 +156,9 @@ class Mistakes:
         self._still = 0  # rounds since a rate rose
         self._first: list[float] = []  # rates at the first round
         self._alone = 0  # rounds in a row
-        self._loaded: int | None = None  # fingerprint of the local weights, until the next step
+        #: The local weights that trained when a state was loaded, and their fingerprint, until the next step. A script
+        #: may move frozen ones, as MoCo does.
+        self._loaded: tuple[list[Tensor], int] | None = None
         self._steps = 0  # local steps
         self._watched: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []  # models, and the hook of each
 
@@ -168,11 +170,11 @@ class Mistakes:
         replaced = [
             each for each in others if any(id(p) in mine for group in each.param_groups for p in group["params"])
         ]
-        if any(each.weights_differ for each in replaced):
+        if any(each.weights_differ and not each._weights.are_replaced for each in replaced):
             optimizer.warn_once(
                 "earlier",
-                "an earlier LocalDeMo of these parameters has local steps that no round has sent, and an error: call "
-                "its finish_round(last=True) on all ranks before this one is built, or load a state into this one",
+                "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "
+                "call its finish_round(last=True) on all ranks before this one is built, or load a state into this one",
             )
 
     def watch(self, model: nn.Module) -> None:
@@ -197,11 +199,13 @@ class Mistakes:
     def note_state(self, has_local_weights: bool) -> None:
         """A state was loaded, or the run's weights came: late in a run rates are small."""
         self._built, self._first = [], []
-        self._loaded = self._optimizer._weights.fingerprint() if has_local_weights else None
+        weights = self._optimizer._weights
+        trained = [each for each in weights.global_of if each.requires_grad]
+        self._loaded = (trained, weights.fingerprint(trained)) if has_local_weights else None
 
     def look_at_loaded(self) -> None:
         """Before the weights move for the first time after a state was loaded."""
-        if self._loaded is not None and self._loaded != self._optimizer._weights.fingerprint():
+        if self._loaded is not None and self._optimizer._weights.fingerprint(self._loaded[0]) != self._loaded[1]:
             self._optimizer.warn_once(
                 "loaded",
                 "the weights were changed after load_state_dict, which had put this rank's local ones into the model: "

@@ -61,7 +61,7 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
             _delete_old(run, number)
         with suppress(DemoptError):  # last, and at will: not every worker may write it
             if log.read_record(run.store) is None:  # somebody has deleted it: without it no worker can join
-                log.put_record(run.store, run.record)
+                log.put_record(run.unrepeated, run.record)
 
     run.later(write)
 

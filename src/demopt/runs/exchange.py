@@ -124,6 +124,7 @@ class FolderExchange(VaryingExchange):
         self._patient = Patient(store, patience, lambda text: self.say(text))
         self._patient.asked_to_stop = lambda: self.asked_to_stop()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
+        self.unrepeated: Store = store if key is None else Keyed(store, key)  # the same, where a request may fail
         self._away = "" if "://" in store.address else "; is its disk mounted?"  # what may be wrong where a run is gone
         self._gone = f"the run is gone from {store.address}{self._away}"
         # Set by the trainer:
@@ -371,7 +372,7 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began, in_message=self.unsent)
+        return Attached(envelope, self.decided, self.round_began, self.unsent, self.unsent - self.in_error)
 
     @property
     def seconds_needed(self) -> float:
@@ -386,8 +387,7 @@ class FolderExchange(VaryingExchange):
         """Returns `unsent` and `in_error` after a round."""
         sequences = current.attached.in_message
         if not current.finite:  # its local steps are dropped, the error is as before
-            of_local_steps = sequences - self.in_error
-            return self.unsent - of_local_steps, self.in_error
+            return self.unsent - current.attached.of_steps, self.in_error
         if is_listed:
             return self.unsent - sequences, 0
         return self.unsent, sequences  # all of them are in the error
@@ -408,7 +408,8 @@ class FolderExchange(VaryingExchange):
 
     def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
-        self.sent_from = max(mine.round + 1, self.sent_from if self.role == "joining" else 0)
+        if self.role != "joining":  # otherwise it is the state's, whose message this is
+            self.sent_from = mine.round + 1
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")

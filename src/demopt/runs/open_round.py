@@ -51,6 +51,8 @@ class Attached:
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
     in_message: int = 0  # sequences, of the error and of local steps
+    of_steps: int = 0  # those of local steps
+    is_resumed: bool = False  # from before a restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,7 @@ class OpenRound:
             looks.append(run.wish.hear)
         # The put may go beside the look, unless
         may_be_late = elapsed >= SLACK * mine.seconds + run.late  # no long upload if it is over
+        may_be_late = may_be_late or self._attached.is_resumed
         may_be_gone = elapsed >= _STILL_THERE  # nothing is put where the manifest before is gone
         if not (may_be_late or may_be_gone):
             *_, self.mine = run.together([*looks, partial(run.put, mine)])

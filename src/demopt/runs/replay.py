@@ -1,6 +1,5 @@
 """The replay: a run's weights, computed again from its log."""
 
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -21,7 +20,8 @@ from demopt.runs.store import RECORD, Store
 from demopt.runs.weights import FolderRounds
 from demopt.validation import check_count
 
-_MOST_BASES = 1 << 25  # elements of all transforms: with a large chunk a short record would fill the memory
+_MOST_BASES = 1 << 28  # elements of all transforms: with a large chunk a short record would fill the memory
+_MOST_CHUNK = 1 << 20  # whose divisors are tried
 
 
 def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
@@ -67,7 +67,7 @@ def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
         for group in record.groups:
             settings = {name: value for name, value in group.items() if name != "parameters"}
             shapes = log.shapes_of(RECORD, group.get("parameters"))
-            chunk = check_count("chunk", settings["chunk"], high=math.isqrt(_MOST_BASES))
+            chunk = check_count("chunk", settings["chunk"], high=_MOST_CHUNK)
             for shape, _ in shapes:
                 sides.update(chunking(tuple(shape), chunk, settings["chunking"]).chunk_shape)
             zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in shapes]

@@ -160,7 +160,9 @@ class _Request(Generic[T]):
 
     def __init__(self, store: Store, kind: str, call: Callable[[], T], size: int) -> None:
         self._store, self._kind, self._call = store, kind, call
-        self._silence = min(_SILENCE + size / _SLOWEST, max(_LONG_SILENCE, size / _SLOW_DISK))
+        # A put that is left behind may be the last one, at the end of its process; a get is waited for again.
+        longest = _LONG_SILENCE if kind == "get" else max(_LONG_SILENCE, size / _SLOW_DISK)
+        self._silence = min(_SILENCE + size / _SLOWEST, longest)
         self._elsewhere = not store.has_end or threading.current_thread() is threading.main_thread()
         self.pending: Future[T] | None = None  # left behind if nobody waits for it any more
         self._until = 0.0  # the time (monotonic) from which on a disk is silent
@@ -200,10 +202,7 @@ class Patient(Store):
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
-        kind = (
-            "put" if name.partition("~")[0] != RECORD else f"put of {RECORD}"
-        )  # which a worker that may put all others may not
-        return self._repeat(kind, lambda: self.inner.put_if_absent(name, data), len(data))
+        return self._repeat("put", lambda: self.inner.put_if_absent(name, data), len(data))
 
     def list(self, folder: str) -> set[str]:
         return self._repeat("list", lambda: self.inner.list(folder))

@@ -219,7 +219,7 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), in_message=sequences)
+        attached = Attached(envelope, before, round_began=time.monotonic(), in_message=sequences, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -274,14 +274,14 @@ class FolderRounds(Rounds):
     # A round
 
     def end_open_round(self) -> bool:
-        was_over = self.run.is_over
+        may_end = not self.run.is_over  # a trainer may go on after the end
         if self.replicator.is_open:
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
         if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
             self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
-        return self.run.is_over and not was_over  # a trainer may go on after the end
+        return may_end and self.run.is_over
 
     def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.

@@ -117,7 +117,8 @@ def _obstacle(first: str) -> str:
     """Returns what may keep gloo from connecting this machine to others. `first`: the first machine."""
     (address, why), own = gloo_address(), local_address(first)
     doctor = "demopt doctor --peers ... on all machines finds the obstacle"
-    if not address or not own or address == own:
+    interface_of = {each: name for name, each in addresses()}
+    if not address or not own or interface_of.get(address, address) == interface_of.get(own, own):
         return doctor
     return (
         f"gloo listens on {address} ({why}), and the way to {first} is from {own}: {listen_on(own)} here, or {doctor}"
@@ -192,9 +193,9 @@ def signals_to_stop() -> list[signal.Signals]:
     return [each for each in kinds if each == signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN]
 
 
-def interfaces() -> dict[str, str]:
-    """Returns the address that gloo takes of each network interface that has one; none on systems other than Linux."""
-    found: dict[str, str] = {}
+def addresses() -> list[tuple[str, str]]:
+    """Returns the network interfaces and their addresses, IPv4 ones first; none on systems other than Linux."""
+    found: list[tuple[str, str]] = []
     if sys.platform != "linux":
         return found
     import fcntl
@@ -203,11 +204,11 @@ def interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
+                found.append((name, socket.inet_ntoa(answer[20:24])))
     with suppress(OSError):  # a kernel without IPv6
         for digits, _, _, scope, _, name in map(str.split, _IPV6.read_text().splitlines()):
             if scope in ("00", "10"):  # of the network, or the loopback
-                found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
     return found
 
 
@@ -217,9 +218,9 @@ def gloo_address() -> tuple[str, str]:
     Empty for an interface whose address the system does not tell.
     """
     if name := os.environ.get(INTERFACE):
-        first, here = name.split(",")[0], interfaces()
+        first, here = name.split(",")[0], dict(reversed(addresses()))  # of each the first one, which gloo takes
         if here and first not in here:  # Linux only tells them
-            raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(here)}: name one")
+            raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(sorted(here))}: name one")
         return here.get(first, ""), f"{INTERFACE} is {name}"
     host = socket.gethostname()
     if own := own_addresses(host):
@@ -266,7 +267,7 @@ def loopback_remedy(address: str, first: str) -> str:
 
 def listen_on(address: str) -> str:
     """Returns the command that makes gloo listen on the interface that has this address."""
-    name = next((name for name, own in interfaces().items() if own == address), "INTERFACE")
+    name = next((name for name, own in addresses() if own == address), "INTERFACE")
     return f"export {INTERFACE}={name}"
 
 

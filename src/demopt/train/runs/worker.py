@@ -363,16 +363,17 @@ class Worker(Training):
         if last.waited > LONG:
             whom = ", ".join(last.waited_for) or "the store, unless this worker slept"
             report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
-        members = set(manifest.members)
+        decided = run.decided or manifest  # a later one, if this worker has caught up since
+        members = set(decided.members)
         came, gone = members - self._members, self._members - members
-        left = gone & {sender.worker for sender in manifest.senders}  # their last message
+        left = gone & {sender.worker for each in (manifest, decided) for sender in each.senders}  # their last message
         words = (("joined" if self._members else "workers", came), ("left", left), ("no longer expected", gone - left))
         for word, names in words:
             if names and not (run.leaving or run.stopping):
-                report.say(f"round {manifest.round + 1}: {word}: {', '.join(sorted(names))}")
+                report.say(f"round {decided.round + 1}: {word}: {', '.join(sorted(names))}")
         self._members = members
-        pairs = zip(manifest.senders, notes, strict=True)
-        self._speeds |= {sender.worker: note["speed"] for sender, note in pairs if note.get("speed")}
+        told = ((sender.worker, numbers_of(sender.note)) for each in (manifest, decided) for sender in each.senders)
+        self._speeds |= {worker: note["speed"] for worker, note in told if note.get("speed")}
         if not run.leaving:
             self.share_out({each: self._speeds.get(each, 0.0) for each in {*members, run.worker}})
         known = [note["loss"] for note in notes if "loss" in note]
