@@ -240,6 +240,16 @@ def test_process_ends_after_the_call_in_the_background(kind):
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "None\n"
 
 
+def test_calls_are_made_also_in_a_function_of_atexit_that_was_registered_before():
+    code = """
+import atexit, demopt.exchange.background as b
+atexit.register(lambda: print(pool.submit(lambda: "left").result(60)))
+pool = b.Daemons(2)
+pool.submit(int).result()
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "left\n"
+
+
 def test_collective_needs_init_process_group():
     assert isinstance(resolve(None), SingleRank)
     with pytest.raises(ValueError, match="init_process_group"):

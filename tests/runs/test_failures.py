@@ -319,16 +319,17 @@ def test_request_that_has_no_end_on_a_disk_is_told_waited_for_and_left_behind_by
     answers.set()
 
 
-def test_long_object_on_a_slow_disk_is_waited_for_where_the_user_asks_to_stop(monkeypatch):
+def test_put_of_a_long_object_on_a_slow_disk_is_waited_for_where_the_user_asks_to_stop(monkeypatch):
     for name in ("_SILENCE", "_LONG_SILENCE", "_TOLD_AFTER"):
         monkeypatch.setattr(store_module, name, 0.05)
     data, store = bytes(20_000_000), Mock(spec=Disk, address="disk", has_end=False)
-    for call in (store.get, store.put_if_absent, store.read):
-        call.side_effect = lambda *_: time.sleep(0.5) or data
+    store.put_if_absent.side_effect = store.get.side_effect = lambda *_: time.sleep(0.5) or data
     patient = Patient(store, patience=600.0, say=pytest.fail)
     patient.asked_to_stop = lambda: True
     assert patient.put_if_absent("checkpoints/1", data)
-    assert patient.get("checkpoints/1", len(data)) is patient.read("checkpoints/1", len(data), bytes) is data
+    patient.say = Mock()
+    with pytest.raises(ExchangeError, match="stopped while the store did not answer"):
+        patient.get("checkpoints/1", len(data))
 
 
 def test_request_to_a_disk_that_a_pause_of_the_process_has_made_long_is_waited_for(monkeypatch):

@@ -75,7 +75,7 @@ EDITS = {
     "4 TB": ("run", lambda r: r["groups"][0].update(parameters=[[[1 << 40], "float32"]])),
     "no parameters": ("run", lambda r: r["groups"][0].pop("parameters")),
     "settings": ("run", lambda r: r["groups"][0].update(top_k="x", chunk=[])),
-    "chunk": ("run", lambda r: r["groups"][0].update(parameters=[[[6000, 1], "float32"]], chunk=6000)),
+    "chunk": ("run", lambda r: r["groups"][0].update(parameters=[[[60_000, 1], "float32"]], chunk=60_000)),
     "chunks": ("run", lambda r: r["groups"][0].update(parameters=[[[n], "float32"] for n in range(1000)], chunk=1000)),
     "marks": ("run", lambda r: r["groups"][0].update(marks=5, param_names=None)),
 }
@@ -92,7 +92,7 @@ def test_security_status_and_replay_of_a_strangers_run_end_in_words(edit, edited
         assert "Traceback" not in said
         assert said.replace("\n", "").isprintable(), repr(said)
         assert done.stderr.count("\n") <= 1
-    assert ("its chunks have 999" in said, "chunk is 6000; it must" in said) == (edit == "chunks", edit == "chunk")
+    assert ("its chunks have 999" in said, "sides, of up to 60,000" in said) == (edit == "chunks", edit == "chunk")
 
 
 def test_status_measures_no_time_between_two_clocks(edited, command):

@@ -252,6 +252,7 @@ class LocalDeMo(ReplicatedOptimizer):
         In a folder set `run.leaving` before the last one: the others do not wait for this worker again.
         """
         self._before_change("finish_round")
+        self.mistakes.look_at_replaced("that counts as a local step, unless a round in flight drops it")
         self._let_begin()
         if not self._rounds.in_folder:  # there a worker joins before its steps
             self._join()
