@@ -401,6 +401,14 @@ def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
     return {**mine, "state": shared, RANKS: states}
 
 
+def _is_shared_alone(state: StateDict) -> bool:
+    """Whether a state has the shared entries of a consolidated one, and nothing of a rank."""
+    names = {name for entry in state.get("state", {}).values() for name in entry}
+    is_ours = any("momentum_decay" in group for group in state.get("param_groups", ()))
+    is_of_demo = is_ours and {"step"} <= names <= {"step", *RULE_STATE}
+    return is_of_demo or ("global" in names and "error" not in names)
+
+
 # A rank's part of them
 
 
@@ -413,10 +421,7 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
         raise TypeError(f"the state's entry {RANKS!r} is {type(parts).__name__}; give states by rank")
     if not parts:
-        names = {name for entry in state.get("state", {}).values() for name in entry}
-        is_ours = any("momentum_decay" in group for group in state.get("param_groups", ()))
-        is_of_demo = is_ours and {"step"} <= names <= {"step", *RULE_STATE}
-        if is_of_demo or ("global" in names and "error" not in names):
+        if _is_shared_alone(state):
             raise ValueError(
                 f"the state was consolidated, and its entry {RANKS!r}, with each rank's own part, is gone: torch's "
                 "get_optimizer_state_dict leaves it out. Save optimizer.state_dict() itself"

@@ -177,6 +177,14 @@ def test_failed_run_names_the_interface_if_gloo_listens_elsewhere(way, monkeypat
     assert "demopt doctor --peers ..." in told
 
 
+def test_failed_run_blames_no_interface_that_has_both_addresses(monkeypatch):
+    monkeypatch.setattr(team, "addresses", lambda: [("eth7", "10.1.2.3"), ("eth7", "2001:db8::3")])
+    monkeypatch.setattr(team, "gloo_address", lambda: ("10.1.2.3", "the host name stands for it"))
+    monkeypatch.setattr(team, "local_address", lambda _: "2001:db8::3")
+    assert team._obstacle("2001:db8::9") == "demopt doctor --peers ... on all machines finds the obstacle"
+    assert team.listen_on("2001:db8::3") == f"export {team.INTERFACE}=eth7"
+
+
 def test_real_address_is_well_and_unknown_interface_is_not(monkeypatch):
     named(monkeypatch, "10.1.2.3")
     team.refuse_loopback("10.1.2.4")

@@ -668,6 +668,14 @@ def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run()
             train(later, [step], 1)
 
 
+def test_worker_of_a_folder_that_has_frozen_a_parameter_is_told_to_thaw_it():
+    optimizer = in_folder(ObjectStore())
+    train(optimizer, range(1), 0)
+    problems.all_parameters(optimizer)[0].requires_grad_(False)
+    with pytest.raises(SettingsError, match=r"frozen where the .*; call requires_grad_\(True\) before step\(\) and"):
+        optimizer.finish_round()
+
+
 @pytest.mark.parametrize("inner", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.Adagrad])
 def test_optimizer_with_a_state_from_before_restarts_as_a_new_one(inner):
     parameters, others = problems.parameters([(4, 4)]), problems.parameters([(4, 4)])

@@ -74,7 +74,7 @@ def test_muon_groups_and_muon_adamw_refuse_what_is_no_model_that_they_can_split(
         with pytest.raises((TypeError, ValueError), match="lr is "):
             call(nn.Linear(2, 2), lr)
     for call in (lambda given: splits[-1](given, lr=0.1), demopt.unsync, demopt.broadcast_buffers):
-        with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected"):
+        with pytest.raises(TypeError, match=r"got a list where a torch\.nn\.Module is expected; put several into"):
             call([*nn.LayerNorm(8).parameters()])
 
 
@@ -149,6 +149,21 @@ def test_batched_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss():
     assert optimizer.step(loss).item() == sum(range(24))
     assert parameter.dtype == torch.bfloat16
     assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
+
+
+@NEEDS_MUON
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_batched_muon_goes_on_after_its_model_was_converted(dtype):
+    model = nn.Linear(6, 4, bias=False)
+    optimizer = BatchedMuon(list(model.parameters()), **SETTINGS)
+    for given in (torch.float32, dtype):
+        model.to(given)
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.randn_like(model.weight)
+        optimizer.step()
+        assert model.weight.isfinite().all()
+        assert not torch.equal(model.weight, before)
+    assert optimizer.state[model.weight]["momentum_buffer"].dtype == dtype
 
 
 @NEEDS_MUON

@@ -55,8 +55,9 @@ class LocalWeights(Follower):
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
         self.steps_since = 0  # local ones in D: since it last left the local weights
-        #: The local weights as this optimizer left them: the version of each, and of one its beginning, if it is here.
-        self._left: tuple[dict[Tensor, int], Tensor, Tensor | None] | None = None
+        #: Local weights as this optimizer left them: the version of each, and the beginning of `_one` if that is here.
+        self._left: tuple[dict[Tensor, int], Tensor | None] | None = None
+        self._one: Tensor | None = None  # by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
@@ -72,6 +73,9 @@ class LocalWeights(Follower):
         wanted = [each for each in self.parameters if each.requires_grad or each in known or each in saved]
         if len(wanted) > len(known):  # in the order of the parameters, which is the same on all ranks
             self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
+            sizes = {local: to_local(local.detach()).numel() for local in wanted}
+            # a small one, but of so many elements that no other weights have the same
+            self._one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)))
         is_narrow = False
         for local, global_weight in self.global_of.items():
             if global_weight.requires_grad != local.requires_grad:
@@ -146,22 +150,19 @@ class LocalWeights(Follower):
 
     def note(self) -> None:
         """Notes the local weights as this optimizer leaves them, for `are_replaced`."""
-        sizes = {local: to_local(local.detach()).numel() for local in self.global_of}
-        # of one that is small, but has so many elements that no other weights have the same
-        one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)), default=None)
-        if one is not None:
+        if self._one is not None:
             # A device whose state is elsewhere is spared a copy at each step.
-            self._left = self._versions, one, _beginning(one).clone() if self._is_here(one) else None
+            self._left = self._versions, _beginning(self._one).clone() if self._is_here(self._one) else None
 
     @property
     def are_replaced(self) -> bool:
         """Whether somebody has written other weights into the model since `note`, as loading does."""
-        if self._left is None or self.aside:
+        if self._left is None or self._one is None or self.aside:
             return False
-        versions, one, kept = self._left
+        versions, kept = self._left
         if kept is None:
             return not self.differ and self._are_changed(versions)
-        now = _beginning(one).to(kept.dtype)
+        now = _beginning(self._one).to(kept.dtype)
         return self._are_written(versions) and not now.allclose(kept, rtol=0.0, atol=0.0, equal_nan=True)
 
     @property

@@ -70,7 +70,7 @@ def look_at_models(optimizer: Any) -> None:
     session = optimizer.replicator.session
     if session.exchange.world_size == 1 or not session.exchange.speaks:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     if multiprocessing.parent_process() is not None and any(p.is_cpu and p.is_shared() for p in parameters):
         warn(
             "the model's weights are in shared memory, as torch.multiprocessing.spawn puts those of a model that it is "
@@ -78,7 +78,7 @@ def look_at_models(optimizer: Any) -> None:
         )
     with _change:
         optimizers, models = list(_all), list(_models)
-    kept = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    kept = {id(p) for each in optimizers for p in _parameters_of(each)}
     mine, told = {*map(id, parameters)}, False
     for model in [each for each in models if any(id(p) in mine for p in each.parameters())]:
         _warn_of_statistics(model)
@@ -94,6 +94,26 @@ def look_at_models(optimizer: Any) -> None:
             inside = [each.module for each in model.modules() if isinstance(each, DistributedDataParallel)]
             for module in (model, *inside):
                 optimizer.mistakes.watch(module)
+
+
+def _look_at_earlier(optimizer: Any) -> None:
+    """Notices local steps of an optimizer that this LocalDeMo replaces."""
+    if not optimizer._rounds.in_folder and optimizer.replicator.rank_and_size[1] == 1:
+        return
+    with _change:
+        others = [each for each in _all if each is not optimizer and hasattr(each, "local_steps")]
+    mine = {*map(id, _parameters_of(optimizer))}
+    replaced = [each for each in others if not mine.isdisjoint(map(id, _parameters_of(each)))]
+    if any(each.weights_differ and not each._weights.are_replaced for each in replaced):
+        optimizer.warn_once(
+            "earlier",
+            "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "
+            "call its finish_round(last=True) on all ranks before this one is built, or load a state into this one",
+        )
+
+
+def _parameters_of(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _warn_of_statistics(model: nn.Module) -> None:
@@ -149,8 +169,8 @@ class Mistakes:
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
-        if is_new and (optimizer._rounds.in_folder or optimizer.replicator.rank_and_size[1] > 1):
-            self._look_at_earlier(optimizer)
+        if is_new:
+            _look_at_earlier(optimizer)
         self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # until a hint
         self._last = [0.0] * len(optimizer.param_groups)  # rates at the last round
         self._still = 0  # rounds since a rate rose
@@ -161,21 +181,6 @@ class Mistakes:
         self._loaded: tuple[list[Tensor], int] | None = None
         self._steps = 0  # local steps
         self._watched: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []  # models, and the hook of each
-
-    def _look_at_earlier(self, optimizer: Any) -> None:
-        """Notices local steps of an optimizer that this one replaces."""
-        with _change:
-            others = [each for each in _all if each is not optimizer and hasattr(each, "local_steps")]
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        replaced = [
-            each for each in others if any(id(p) in mine for group in each.param_groups for p in group["params"])
-        ]
-        if any(each.weights_differ and not each._weights.are_replaced for each in replaced):
-            optimizer.warn_once(
-                "earlier",
-                "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "
-                "call its finish_round(last=True) on all ranks before this one is built, or load a state into this one",
-            )
 
     def watch(self, model: nn.Module) -> None:
         """Notices it if the model runs in eval() with local weights."""
