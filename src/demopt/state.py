@@ -67,9 +67,10 @@ class SavedParameter:
 
     @staticmethod
     def of(entry: Mapping[Any, Any], of_local: bool) -> "SavedParameter":
-        """Reads an entry of a state, one of LocalDeMo if `of_local`, without what torch has added to it (`SavedBy`)."""
+        """Reads an entry of a state, one of LocalDeMo if `of_local`, without what torch has added to it."""
         saved_by = SavedBy.of(entry)
-        if saved_by is None or len(entry) > saved_by.entries:
+        may_have_gained = saved_by is None or len(entry) > saved_by.entries
+        if may_have_gained:  # in a flattened state: an empty dict for each name of the loading optimizer that the file lacks
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # also what a script has put there
             return SavedParameter(dict(entry), {}, of_local)
@@ -521,8 +522,8 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
     taken, read = {}, {old: entries_of(states[old]) for old in shares}
-    for number, of_largest in read[largest].items():
-        saved_of = {old: entries.get(number, replace(of_largest, ours={})) for old, entries in read.items()}
+    for number in read[largest]:
+        saved_of = {old: entries.get(number, SavedParameter({}, {})) for old, entries in read.items()}
         try:
             _check_addable(saved_of.values())
             if world_size != old_size:  # chunks get other owners

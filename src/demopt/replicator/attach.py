@@ -16,20 +16,16 @@ SAVED_BY = "saved_by"  # in a parameter's state: `SavedBy`, as a tensor
 
 
 class SavedBy(NamedTuple):
-    """Whose a parameter's state is, and how many entries it has, this one included.
+    """Whose a parameter's state is; in a saved one also how many entries it had, because it may lose or gain some.
 
     It is in the state itself, because torch's functions for flattened states load only names that are there.
-    A state may gain or lose entries on its way. torch's flattened states get an empty dict for each name that the
-    loading optimizer has and the file lacks; torch.distributed.checkpoint drops the names that the optimizer lacks. So
-    `SavedParameter.of` leaves out empty dicts where there are more entries than counted here (those of an inner
-    optimizer stay), and `check_saved` warns if there are fewer.
     """
 
     rank: int
     world_size: int
     shard: int  # of a parameter that is sharded inside a node
     shards: int
-    entries: int
+    entries: int = 0  # this one included, as `SavedParameter.entry` counts them
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
@@ -57,21 +53,21 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in earlier.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
     for parameter, entry in earlier.items():
-        if entry:  # whose parts are made anew below; those of what is frozen leave the old buffer, which then can go
-            kept = () if parameter.requires_grad else ("momentum", *RULE_STATE)
-            state[parameter] = {name: entry[name].clone() for name in kept if name in entry}
+        if parameter.requires_grad:
+            state[parameter] = {}  # whose parts are made anew below
+        elif entry:  # copies, so that the old buffer can go
+            state[parameter] = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
     for chunk_group in wiring.chunk_groups:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
                 _copy_into(earlier[parameter].get(name), rows)
-                state.setdefault(parameter, {})[name] = _alone_in_storage(rows)
+                state[parameter][name] = _alone_in_storage(rows)
     _attach_owners(state, earlier, wiring)
     rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
     for parameter in wiring.parameters:
         if new := state.get(parameter):
             new["step"] = round_number
-            entries = len(new) + 1  # with this one; LocalDeMo's have more: `SavedParameter.entry` counts those anew
-            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter), entries).tensor()
+            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter)).tensor()
 
 
 def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
