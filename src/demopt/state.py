@@ -70,7 +70,7 @@ class SavedParameter:
         """Reads an entry of a state, one of LocalDeMo if `of_local`, without what torch has added to it."""
         saved_by = SavedBy.of(entry)
         may_have_gained = saved_by is None or len(entry) > saved_by.entries
-        if may_have_gained:  # in a flattened state: an empty dict for each name of the loading optimizer that the file lacks
+        if may_have_gained:  # a flattened state: an empty dict for each name that only the loading optimizer has
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # also what a script has put there
             return SavedParameter(dict(entry), {}, of_local)

@@ -519,11 +519,13 @@ class LocalDeMo(ReplicatedOptimizer):
         Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
         """
         self._weights.parameters = self._parameters()
-        is_narrow = self._weights.create(saved, widens=bool(saved) or self.replicator.round is None)
+        self._weights.create(saved)
+        if saved or self.replicator.round is None:  # loading forgets a round
+            self._weights.widen()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
-        return begins or is_narrow
+        return begins or bool(self._weights.narrow)
 
     def _parameters(self) -> list[Tensor]:
         """Returns the inner optimizers' parameters as they are now, checked."""

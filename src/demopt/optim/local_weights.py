@@ -62,11 +62,10 @@ class LocalWeights(Follower):
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
-    def create(self, saved: Collection[Tensor] = (), widens: bool = True) -> bool:
+    def create(self, saved: Collection[Tensor] = ()) -> None:
         """Creates global weights of parameters that train for the first time, or are `saved`.
 
-        They are at least float32, because the update of a round is smaller than bfloat16 resolves, and as wide as their
-        parameters, as after model.double(), because D may be as small. Returns whether without `widens` some are not.
+        They are at least float32, because the update of a round is smaller than bfloat16 resolves.
         """
         self.require_unmoved()
         known = self.global_of
@@ -76,15 +75,20 @@ class LocalWeights(Follower):
             sizes = {local: to_local(local.detach()).numel() for local in wanted}
             # a small one, but of so many elements that no other weights have the same
             self._one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)))
-        is_narrow = False
         for local, global_weight in self.global_of.items():
             if global_weight.requires_grad != local.requires_grad:
                 global_weight.requires_grad_(local.requires_grad)
-            if (wide := torch.promote_types(local.dtype, global_weight.dtype)) != global_weight.dtype:
-                is_narrow = not widens
-                if widens:
-                    global_weight.data = global_weight.data.to(wide)
-        return is_narrow
+
+    @property
+    def narrow(self) -> dict[torch.nn.Parameter, torch.dtype]:
+        """The global weights that are narrower than the local ones, as after model.double(), and the wider dtype."""
+        pairs = ((weight, torch.promote_types(p.dtype, weight.dtype)) for p, weight in self.global_of.items())
+        return {weight: wide for weight, wide in pairs if wide != weight.dtype}
+
+    def widen(self) -> None:
+        """Makes global weights as wide as the local ones, because D may be as small as these resolve."""
+        for weight, wide in self.narrow.items():
+            weight.data = weight.data.to(wide)
 
     def require_unmoved(self) -> None:
         """Raises an error if a parameter has another device or shape than its global weights were created for."""
@@ -228,7 +232,7 @@ class LocalWeights(Follower):
 
     def _kept_starts(self, current: Round, starts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Returns the starts, by default global, of weights whose D is not in the error: the next D has it again."""
-        without = {chunked.parameter for each in current.untaken for chunked in each.parameters}
+        without = {chunked.parameter for each in current.not_extracted for chunked in each.parameters}
         starts = {**self._copies(self.global_of.values()), **starts} if without else {}
         return {local: starts[local] for local, weight in self.global_of.items() if weight in without}
 
@@ -320,7 +324,7 @@ class LocalWeights(Follower):
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
         self.notice_loaded()
-        before = self._hash_of_global() if self.untouched else None
+        before = self._hash_of_global()
         self.start_of, self._left = {}, None
         self.steps_since = max((int(each["local_steps"]) for each in saved.values()), default=0)
         for local, global_weight in self.global_of.items():
@@ -332,7 +336,7 @@ class LocalWeights(Follower):
                 self._copy([(entry["start"], self.start_of[local])])
         # Of a state that changes nothing, as Accelerate's `prepare` loads, weights may still be loaded into the model.
         has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())
-        self.untouched = before == self._hash_of_global() and not has_trained
+        self.untouched = self.untouched and not has_trained and self._hash_of_global() == before
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         if local not in self.start_of:  # D counts from the global weights, as the local ones have them

@@ -109,7 +109,7 @@ class Round:
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     local_weights: Gradients | None = None  # `minus` of `extract`, until the follower has moved them in the next stage
-    untaken: Sequence[ChunkGroup] = ()  # whose momentum is without D, because an error has ended `extract`
+    not_extracted: Sequence[ChunkGroup] = ()  # whose momentum is without D, because an error has ended `extract`
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
     at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
@@ -307,7 +307,7 @@ class Replicator:
                         sent.append(compress(chunk_group, gradients, factor, self._workspace, minus))
                     except BaseException:
                         is_clean = chunk_group.momentum._version == before
-                        current.untaken = wiring.chunk_groups[number if is_clean else number + 1 :]
+                        current.not_extracted = wiring.chunk_groups[number if is_clean else number + 1 :]
                         raise
                 current.data = pack_sections(sent)
             current.message = wiring.route.message(current.header, current.data)
@@ -534,7 +534,7 @@ class Replicator:
             try:
                 current.work = self.session.submit(work, None)
             except BaseException:  # as of a machine without another thread: nothing adds D
-                current.untaken = wiring.chunk_groups
+                current.not_extracted = wiring.chunk_groups
                 at_rest.set()
                 raise
             self.enter_stage(current, "sent")
