@@ -44,16 +44,14 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
     """Writes a checkpoint of the weights as they are now, in the background, and deletes what is old."""
     number = int(replicator.round_number)
     data = checkpoint_of(replicator, run.record.identity, log.digest_of(run.decided))
-    rounded = dict[str, Tensor]()
-    for name, tensor in moments.items():
-        here = to_local(tensor).cpu()  # an accelerator may have no memory for a copy
-        rounded[name] = here.bfloat16() if here.dim() and here.is_floating_point() else here
-    lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*rounded]}, [*rounded.values()])
+    here = (to_local(tensor).cpu() for tensor in moments.values())  # an accelerator may have no memory for a copy
+    rounded = [each.bfloat16() if each.dim() and each.is_floating_point() else each for each in here]
+    lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*moments]}, rounded)
 
     def write() -> None:
         name = log.checkpoint_name(run.record, number)
-        there = run.store.put_if_absent(name, data) or run.store.get(name, len(data))
-        if there not in (True, data, None):  # None: there are newer ones
+        there = data if run.store.put_if_absent(name, data) else run.store.get(name, len(data))
+        if there not in (data, None):  # None: it was deleted since, because there are newer ones
             raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
         if moments and there:
             run.store.put_if_absent(log.moments_name(number), lent)
@@ -122,11 +120,12 @@ def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int
                 return read_checkpoint(run, tensors, number)  # None: deleted since, because there are newer ones
             except ForeignError:  # it is none
                 continue
-            except (MessageError, ForkedError) as error:
-                if number == there[0] and isinstance(error, MessageError):
+            except ForkedError as error:
+                forked.add(number)
+                run.say_once(f"{error}; taking the one before it")
+            except MessageError as error:
+                if number == there[0]:
                     raise
-                if isinstance(error, ForkedError):
-                    forked.add(number)
                 run.say_once(f"{error}; taking the one before it")
         return None
 
