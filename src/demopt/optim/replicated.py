@@ -144,9 +144,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         self._all_states = None
         mine = self.own_state_dict()
         self.replicator.let_travel()  # one exchange at a time
-        self._all_states, costs = collect(self.replicator, mine, to, self.sync_every)
-        if costs:
-            self.warn_once("consolidated", costs, here=True)
+        self._all_states, warning = collect(self.replicator, mine, to, self.sync_every)
+        if warning:
+            self.warn_once("consolidated", warning, here=True)
 
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if any(gradient is not None for gradient in gradients):
@@ -198,7 +198,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone; no tensor is a view of more memory than it holds."""
         self._rounds.settle()
-        if not self.replicator.is_open:  # whose round is without such changes until it ends
+        if not self.replicator.is_open:  # an open round keeps the parameters and settings that it began with
             self.replicator.require_idle("state_dict")
             self._follow_changes()
             self.replicator.wiring()  # the process group may have come since: the state then says whose it is
@@ -218,6 +218,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
 def _in_own_storage(value: Any) -> Any:
     """Returns a tensor with a storage of its own; a counter on the host may be that of all parameters."""
-    is_counter = type(value) is Tensor and value.dim() == 0 and value.is_cpu
-    views = is_counter or (type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes)
-    return value.clone() if views else value
+    if type(value) is not Tensor:
+        return value
+    is_counter, is_part = value.dim() == 0 and value.is_cpu, value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_counter or is_part else value
