@@ -31,9 +31,7 @@ class SavedBy(NamedTuple):
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
         """Reads it from a parameter's state, where it may be missing, or anything else."""
         value = entry.get(SAVED_BY)
-        if not isinstance(value, Tensor) or unlike_memory(value):
-            return None
-        if value.dtype != torch.int64 or value.shape != (5,):
+        if not isinstance(value, Tensor) or unlike_memory(value) or (value.dtype, value.shape) != (torch.int64, (5,)):
             return None
         found = SavedBy(*value.tolist())
         return found if 0 <= found.rank < found.world_size else None
@@ -107,7 +105,7 @@ def _owned_before(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_
     if OWNER_ERROR not in entry or (saved_by := SavedBy.of(entry)) is None:
         return False
     same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
-    return same and saved_by[:2] == rank_and_size
+    return same and (saved_by.rank, saved_by.world_size) == rank_and_size
 
 
 def _copy_into(value: Tensor | None, rows: Tensor) -> None:
