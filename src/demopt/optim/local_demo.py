@@ -617,16 +617,16 @@ class LocalDeMo(ReplicatedOptimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
         self.replicator.let_extract()
-        inner = self._inner.state()
-        found = {parameter: SavedParameter({}, entry) for parameter, entry in inner.items()}
-        transform = TRANSFORM_NUMBERS[self._settings["transform"]]  # the error is in its domain
         self._weights.notice_loaded()
-        for local, weight in self._weights.global_of.items():
-            if weight not in self.replicator.state:
-                continue  # it was frozen when a state that lacks it was loaded: `attach` gave it none
-            weights = {**self._weights.to_save(local), "transform": torch.tensor(transform, device="cpu")}
-            found[local] = SavedParameter(self.replicator.state[weight] | weights, inner.get(local, {}))
-        return ReadOnly(ReadOnly, {parameter: ReadOnly(None, saved.entry()) for parameter, saved in found.items()})
+        outer, inner = self.replicator.state, self._inner.state()
+        transform = torch.tensor(TRANSFORM_NUMBERS[self._settings["transform"]], device="cpu")  # the error's domain
+        ours = {
+            local: outer[weight] | self._weights.to_save(local) | {"transform": transform}
+            for local, weight in self._weights.global_of.items()
+            if weight in outer  # otherwise it was frozen when a state that lacks it was loaded
+        }
+        saved = {p: SavedParameter(ours.get(p, {}), inner.get(p, {})) for p in {**inner, **ours}}
+        return ReadOnly(ReadOnly, {parameter: ReadOnly(None, each.entry()) for parameter, each in saved.items()})
 
     @state.setter
     def state(self, _: object) -> None:

@@ -76,8 +76,7 @@ class LocalWeights(Follower):
             # a small one, but of so many elements that no other weights have the same
             self._one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)))
         for local, global_weight in self.global_of.items():
-            if global_weight.requires_grad != local.requires_grad:
-                global_weight.requires_grad_(local.requires_grad)
+            global_weight.requires_grad_(local.requires_grad)
 
     @property
     def narrow(self) -> dict[torch.nn.Parameter, torch.dtype]:
