@@ -226,22 +226,19 @@ class DeMo(ReplicatedOptimizer):
     def _follow_changes(self) -> None:
         """Takes groups, and momenta in `state`, that a script has replaced; dropped ones start at zero, as in torch."""
         replicator = self.replicator
-        if replicator.round is None and replicator.groups is not self.param_groups:
+        if replicator.round is not None:
+            return
+        if replicator.groups is not self.param_groups:
             check_parameters([p for group in self.param_groups for p in group["params"]])
             replicator.groups = self.param_groups
-
-        def is_whole() -> bool:
-            trained = [parameter for parameter in replicator.parameters if parameter.requires_grad]
-            pairs = [(self.state.get(each, {}), replicator.in_buffers.get(each)) for each in trained]
-            return self.state is replicator.state and all(
-                held is not None and all(entry.get(name) is value for name, value in held.items())
-                for entry, held in pairs
-            )
-
-        if replicator.round is not None or is_whole():
-            return
         replicator.wiring()  # some parameter may only begin to train
-        if not is_whole():
+        trained = [parameter for parameter in replicator.parameters if parameter.requires_grad]
+        are_views = all(
+            self.state.get(parameter, {}).get(name) is value
+            for parameter in trained
+            for name, value in replicator.in_buffers[parameter].items()
+        )
+        if self.state is not replicator.state or not are_views:
             for number, parameter in enumerate(replicator.parameters):
                 entry, held = self.state.get(parameter, {}), replicator.in_buffers.get(parameter, {})
                 for name in entry.keys() & held.keys() - {"step"}:
