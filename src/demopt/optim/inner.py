@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from numbers import Real
 from typing import Any
 
@@ -210,30 +211,21 @@ class InnerOptimizers:
         states_in_groups = [_unpacked_state(group, state) for group in groups]
         plain = [{name: held[0] for name, held in in_group.items() if held} for in_group in states_in_groups]
         whole_groups = [group | values for group, values in zip(groups, plain, strict=True)]
-        added = (IN_GROUP, BESIDE)
-        entries = {n: {name: value for name, value in held.items() if name not in added} for n, held in state.items()}
-        # torch would train on in the caller's tensors, which may be loaded again, or lie in a file
-
-        def apart(value: Any, like: Any) -> Any:
-            if hasattr(value, "placements") and value.placements == getattr(like, "placements", ()):
-                return placed_as(value.to_local().clone(), like)  # it may be on a mesh of another world
-            copied = hasattr(value, "placements") or (isinstance(value, Tensor) and not is_made_of_others(value))
-            return value.clone() if copied else value
-
         numbers = [number for group in groups for number in group["params"]]  # or names
-        of = dict(zip(numbers, (p for group in self.groups for p in group["params"]), strict=False))
-        entries = {number: tree_map(partial(apart, like=of.get(number)), held) for number, held in entries.items()}
-        first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
+        entries = {}
+        for number, parameter in zip(numbers, (p for group in self.groups for p in group["params"]), strict=True):
+            held = {name: value for name, value in state.get(number, {}).items() if name not in (IN_GROUP, BESIDE)}
+            entries[number] = tree_map(partial(_copied, like=parameter), held)
+        unread, before = iter(whole_groups), [(each.state, each.param_groups) for each in self.optimizers]
         try:
             for each in self.optimizers:
-                last = first + len(each.param_groups)
-                numbers = [number for group in whole_groups[first:last] for number in group["params"]]
-                mine = {number: entries[number] for number in numbers if entries.get(number)}
+                its_groups = [*islice(unread, len(each.param_groups))]
+                numbers = [number for group in its_groups for number in group["params"]]
+                mine = {number: entries[number] for number in numbers if entries[number]}
                 packed = (state.get(number, {}).get(BESIDE) for number in numbers)
                 loose, rest = _unpacked_beside(next((value for value in packed if value is not None), None))
                 needed = [{*group} & each.defaults.keys() for group in each.param_groups]
-                each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": whole_groups[first:last]})
-                first = last
+                each.load_state_dict({**rest, "state": {**loose, **mine}, "param_groups": its_groups})
                 for names, group in zip(needed, each.param_groups, strict=True):
                     if lacking := names - {*group, *_NO_SETTINGS}:
                         raise LookupError(f"its groups lack {', '.join(sorted(lacking))}")
@@ -251,6 +243,14 @@ class InnerOptimizers:
         self._follow()
         told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
         return f"{told}save one file per rank" if lost else ""
+
+
+def _copied(value: Any, like: Tensor) -> Any:
+    """Returns a copy of a saved value: torch would train on in the caller's tensors, which may lie in a file."""
+    if hasattr(value, "placements") and value.placements == getattr(like, "placements", ()):
+        return placed_as(value.to_local().clone(), like)  # it may be on a mesh of another world
+    copied = hasattr(value, "placements") or (isinstance(value, Tensor) and not is_made_of_others(value))
+    return value.clone() if copied else value
 
 
 def _made_state(optimizer: torch.optim.Optimizer) -> bool:
