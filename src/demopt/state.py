@@ -33,7 +33,6 @@ from demopt.validation import check_count, check_rank, warn
 
 StateDict = dict[str, Any]
 PIECE_BYTES = 1 << 24  # sent at once
-MANY_STEPS = 100
 _LARGEST = 1e35  # of momenta, errors and rules' state: gradients from 1e30 on count as infinite
 _LARGEST_WEIGHT = 1e30  # the local weights' distance from one is a pseudo-gradient
 RANKS = "ranks"
@@ -128,15 +127,16 @@ def load_file(file: BinaryIO) -> StateDict:
 
 def check_form(state: Any) -> None:
     """Raises TypeError unless a state has the form of torch's: groups with parameters, and entries by number."""
-    given: Mapping[str, Any] = state if isinstance(state, Mapping) else {"state": None}
-    groups, entries = given.get("param_groups", []), given.get("state", {})
-    maps = [*groups, *entries.values()] if isinstance(groups, list) and isinstance(entries, Mapping) else [None]
-    if not all(isinstance(each, Mapping) for each in maps) or not all(map(_has_parameters, groups)):
+    groups = state.get("param_groups", []) if isinstance(state, Mapping) else None
+    entries = state.get("state", {}) if isinstance(state, Mapping) else None
+    are_groups = isinstance(groups, list) and all(map(_is_group, groups))
+    are_entries = isinstance(entries, Mapping) and all(isinstance(each, Mapping) for each in entries.values())
+    if not (are_groups and are_entries):
         raise TypeError("this is no optimizer's state: give the result of state_dict(), with param_groups and state")
 
 
-def _has_parameters(group: Mapping[str, Any]) -> bool:
-    found = group.get("params")
+def _is_group(group: Any) -> bool:
+    found = group.get("params") if isinstance(group, Mapping) else None
     return isinstance(found, list | tuple) and all(isinstance(number, Hashable) for number in found)
 
 
@@ -288,13 +288,13 @@ def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world
     for parameter, saved in saved_of.items():
         saved_by, entries = SavedBy.of(saved.ours), len(saved.ours) + len(saved.inner)
         if saved_by:
-            found.add((saved_by[:4], (rank, world_size, *shard_of(parameter))))
+            found.add((saved_by._replace(entries=0), SavedBy(rank, world_size, *shard_of(parameter))))
             if not lacks and entries < saved_by.entries:
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {saved_by.entries} entries"
         else:
             has_unmarked = True
     me = f"this is rank {rank} of {world_size}"
-    savers = {theirs[:2] for theirs, _ in found}
+    savers = {(theirs.rank, theirs.world_size) for theirs, _ in found}
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
     if has_unmarked and world_size > 1:
         warn(f"the state does not say which rank saved it, and {me}. If it is another's: {lost}. {_REMEDY}")
@@ -324,12 +324,11 @@ def savers_of(state: StateDict) -> list[SavedBy]:
 # All ranks' states in one
 
 
-def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tuple[dict[int, StateDict] | None, str]:
-    """Returns, on rank `to`, each rank's part of the state by rank, on the CPU, and a warning if that was much.
+def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, StateDict] | None:
+    """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; on other ranks None.
 
     All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
-    `weights_only`, so no code travels. The cost is then in the replicator's stats. It is much if MANY_STEPS steps, with
-    a round every `every` steps, send less. Other ranks get None.
+    `weights_only`, so no code travels. The cost is then in the replicator's stats.
 
     Raises:
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. SettingsError:
@@ -361,21 +360,15 @@ def collect(replicator: Replicator, state: StateDict, to: int, every: int) -> tu
             left.copy_(row[: len(left)])
     moved += exchange.sent_bytes + exchange.received_bytes
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
-    usual = wiring.route.bytes_each_way / every or 1.0  # a rank alone sends nothing
     if not receives:
-        return None, ""
-    told = (
-        f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
-        "save less often, or let every rank write its own state: one file per rank, or, with "
-        "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
-    )
+        return None
     found = {}
     for rank, data in enumerate(received):
         try:
             found[rank] = load_file(io.BytesIO(data))
         except ValueError as error:
             raise MessageError(f"the state that came to be consolidated is damaged ({error})", rank) from None
-    return found, told if moved > MANY_STEPS * usual else ""
+    return found
 
 
 def _unshared_entries(state: StateDict) -> StateDict:
@@ -432,7 +425,8 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
         check_form(part)
     states = separated(state)
     old_size = max((mark.world_size for each in states.values() for mark in savers_of(each)), default=len(states))
-    if missing := [str(old) for old in range(min(old_size, len(states) + 1)) if old not in states]:
+    most = min(old_size, len(states) + 1)  # of so many one is missing, if a damaged mark names any number
+    if missing := [str(old) for old in range(most) if old not in states]:
         raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     return part_or_share(states, rank, world_size, old_size)
 

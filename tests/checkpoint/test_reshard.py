@@ -357,7 +357,7 @@ def test_consolidation_refuses_ranks_at_different_rounds_as_an_interrupt_leaves_
 
 @pytest.mark.parametrize(("kind", "more", "many"), [("DeMo", {}, 0), ("LocalDeMo", {"sync_every": 20}, 1)])
 def test_consolidation_says_what_it_costs(kind, more, many, monkeypatch):
-    monkeypatch.setattr("demopt.state.MANY_STEPS", 300)  # the model is small beside the description of its state
+    monkeypatch.setattr("demopt.optim.replicated._MANY_STEPS", 300)  # states of a small model are large
     sync_every, costs = more.get("sync_every", 1), []
 
     def consolidates(exchange):

@@ -14,6 +14,7 @@ from demopt.state import StateDict, check_form, collect, consolidated, own_part,
 from demopt.validation import warn
 
 _MANY_IDLE = 100  # rounds
+_MANY_STEPS = 100  # that may send as much as a consolidated state
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,9 +145,16 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         self._all_states = None
         mine = self.own_state_dict()
         self.replicator.let_travel()  # one exchange at a time
-        self._all_states, warning = collect(self.replicator, mine, to, self.sync_every)
-        if warning:
-            self.warn_once("consolidated", warning, here=True)
+        self._all_states = collect(self.replicator, mine, to)
+        moved, of_step = self.stats.consolidated_bytes, self.replicator.wiring().route.bytes_each_way / self.sync_every
+        if self._all_states and moved > _MANY_STEPS * of_step:
+            self.warn_once(
+                "consolidated",
+                f"rank {to} received {moved:,} bytes of states, as many as in {moved / of_step:,.0f} steps; on a slow "
+                "link save less often, or let every rank write its own state: one file per rank, or, with "
+                "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md",
+                here=True,
+            )
 
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if any(gradient is not None for gradient in gradients):
@@ -218,7 +226,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
 def _in_own_storage(value: Any) -> Any:
     """Returns a tensor with a storage of its own; a counter on the host may be that of all parameters."""
-    if type(value) is not Tensor:
-        return value
-    is_counter, is_part = value.dim() == 0 and value.is_cpu, value.untyped_storage().nbytes() > value.nbytes
+    is_counter = type(value) is Tensor and value.dim() == 0 and value.is_cpu
+    is_part = type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if is_counter or is_part else value
