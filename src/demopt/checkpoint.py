@@ -187,12 +187,13 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
     if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
         return {}
     match vars(entry) if isinstance(entry, _Entry) else entry:
-        case {"cut": str(cut)} if like is not None and (was := ", ".join(_CUT.findall(cut))) not in ("", cut_of(like)):
-            here = cut_of(like)
-            raise ValueError(f"the checkpoint's shards are {was}, those here {here or 'whole'}; {_SHARDS}")
-        case {"values": Mapping() as values, "sharded": list() as sharded}:
-            placed = sharded if like is not None else ()  # None: of a parameter too many, which is told later
-            return {name: placed_as(value, like) if name in placed else value for name, value in values.items()}
+        case {"values": Mapping() as values, "sharded": list() as sharded, **more}:
+            if like is None:  # a folder's, or of a parameter too many, which is told later
+                return dict(values)
+            was, here = ", ".join(_CUT.findall(str(more.get("cut", "")))), cut_of(like)
+            if was not in ("", here):
+                raise ValueError(f"the checkpoint's shards are {was}, those here {here or 'whole'}; {_SHARDS}")
+            return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
 
 
