@@ -88,8 +88,7 @@ class SavedWorker:
 
     def entry(self) -> dict[str, Any]:
         """Writes the entry."""
-        message = None if self.message is None else tensor_of(self.message.packed())
-        return {**vars(self), "message": message}
+        return {**vars(self), "message": self.message and tensor_of(self.message.packed())}
 
 
 class FolderRounds(Rounds):
