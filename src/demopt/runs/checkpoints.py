@@ -81,8 +81,8 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     try:
         if not run.record.keep_log:
             # Unless the first one there is the run's first: who deleted the one before it deleted the rounds, too.
-            deleted = regular[0] if last > regular[0] > run.record.checkpoint_every else 0  # before this round
-            gone += log.pieces(run.store, range(max(run.cleared, deleted), last))
+            first = regular[0] if last > regular[0] > run.record.checkpoint_every else 0  # round that may be there
+            gone += log.pieces(run.store, range(max(run.cleared, first), last))
             gone += [log.checkpoint_name(run.record, each) for each in old]
         run.store.delete(gone)
     except ExchangeError as error:
