@@ -623,7 +623,7 @@ class LocalDeMo(ReplicatedOptimizer):
         ours = {
             local: outer[weight] | self._weights.to_save(local) | {"transform": transform}
             for local, weight in self._weights.global_of.items()
-            if weight in outer  # otherwise it was frozen when a state that lacks it was loaded
+            if weight in outer  # not one that begins to train in the next round, nor one that a loaded state lacks
         }
         saved = {p: SavedParameter(ours.get(p, {}), inner.get(p, {})) for p in {**inner, **ours}}
         return ReadOnly(ReadOnly, {parameter: ReadOnly(None, each.entry()) for parameter, each in saved.items()})
