@@ -82,19 +82,23 @@ class SavedParameter:
 
     def entry(self) -> dict[Any, Any]:
         """Writes it as an entry of a state."""
-        entry: dict[Any, Any] = self.shared_entry()
-        entry |= {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
-        for name, value in self.inner.items():
-            # "momentum" is renamed, too: by that name `entries_of` knows a state of DeMo.
-            is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum")
-            entry[f"{_OF_INNER}{name}" if is_ours else name] = value
+        entry = self.shared_entry() | self.own_entry()
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()
         return entry
 
-    def shared_entry(self) -> dict[str, Any]:
+    def shared_entry(self) -> dict[Any, Any]:
         """Writes what of the entry is equal on all ranks."""
         return {self.name_in_entry(name): value for name, value in self.ours.items() if name not in OF_ONE_RANK}
+
+    def own_entry(self) -> dict[Any, Any]:
+        """Writes the rest, which each rank has for itself."""
+        entry = {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
+        for name, value in self.inner.items():
+            # "momentum" is renamed, too: by that name `entries_of` knows a state of DeMo.
+            is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum")
+            entry[f"{_OF_INNER}{name}" if is_ours else name] = value
+        return entry
 
     def name_in_entry(self, name: str) -> str:
         """Returns the name that the entry has for a part of ours."""
@@ -284,29 +288,26 @@ def _check_owner(ours: Mapping[str, Any], chunks: int, length: int, where: str) 
 
 def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world_size: int) -> None:
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
-    found, has_unmarked, lacks = set(), False, ""
-    for parameter, saved in saved_of.items():
-        saved_by, entries = SavedBy.of(saved.ours), len(saved.ours) + len(saved.inner)
-        if saved_by:
-            found.add((saved_by._replace(entries=0), SavedBy(rank, world_size, *shard_of(parameter))))
-            if not lacks and entries < saved_by.entries:
-                lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {saved_by.entries} entries"
-        else:
-            has_unmarked = True
+    marked = [(parameter, saved, mark) for parameter, saved in saved_of.items() if (mark := SavedBy.of(saved.ours))]
+    savers = {(mark.rank, mark.world_size) for *_, mark in marked}
+    is_own = all(mark == SavedBy(rank, world_size, *shard_of(p), mark.entries) for p, _, mark in marked)
+    entries = [(p, len(saved.ours) + len(saved.inner), mark.entries) for p, saved, mark in marked]
+    has_lost = [(parameter, now, before) for parameter, now, before in entries if now < before]
     me = f"this is rank {rank} of {world_size}"
-    savers = {(theirs.rank, theirs.world_size) for theirs, _ in found}
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
-    if has_unmarked and world_size > 1:
+    if len(marked) < len(saved_of) and world_size > 1:
         warn(f"the state does not say which rank saved it, and {me}. If it is another's: {lost}. {_REMEDY}")
-    elif any(theirs != mine for theirs, mine in found):
+    elif not is_own:
         named = " and ".join(f"rank {saver} of {count}" for saver, count in sorted(savers))
         shards = ", shard by shard" if savers == {(rank, world_size)} else ""
         warn(f"the state was saved by {named}{shards}, and {me}. {lost}. {_REMEDY}")
-    elif lacks:
+    elif has_lost:
+        parameter, now, before = has_lost[0]
         warn(
-            f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
-            "load only the names that an optimizer has already, and a new LocalDeMo has no state of its inner "
-            "optimizers. Save demopt.checkpoint.OptimizerState(optimizer)"
+            f"the state of a parameter of shape {list(parameter.shape)} has {now} of {before} entries that were "
+            "saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict load only the names that an "
+            "optimizer has already, and a new LocalDeMo has no state of its inner optimizers. Save "
+            "demopt.checkpoint.OptimizerState(optimizer)"
         )
 
 
@@ -339,7 +340,7 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
     exchange.await_all("consolidate_state_dict()")
     moved = -(exchange.sent_bytes + exchange.received_bytes)
     file = io.BytesIO()
-    torch.save(_unshared_entries(state), file)
+    torch.save(_own_entries(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     facts = torch.tensor([len(mine), int(replicator.round_number)], device="cpu").view(torch.uint8).to(wiring.device)
     lengths, rounds = exchange.all_gather(facts).cpu().contiguous().view(torch.int64).T.tolist()
@@ -371,12 +372,10 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
     return found
 
 
-def _unshared_entries(state: StateDict) -> StateDict:
-    """Returns a rank's own and inner entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
-    own: dict[Any, dict[str, Any]] = {}
-    for number, saved in entries_of(state).items():
-        shared = saved.shared_entry()
-        own[number] = {name: value for name, value in state["state"][number].items() if name not in shared}
+def _own_entries(state: StateDict) -> StateDict:
+    """Returns a rank's own entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
+    own = {number: saved.own_entry() for number, saved in entries_of(state).items()}
+    for number in own:
         for name, value in own[number].items():
             if isinstance(value, Tensor) and not is_made_of_others(value):  # but maybe of the parameter's own class
                 plain = value.detach().as_subclass(Tensor)
@@ -390,7 +389,7 @@ def _unshared_entries(state: StateDict) -> StateDict:
 
 
 def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own and inner ones, by rank."""
+    """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own ones, by rank."""
     shared = {number: saved.shared_entry() for number, saved in entries_of(mine).items()}
     return {**mine, "state": shared, RANKS: states}
 
@@ -495,6 +494,8 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
                 raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
     except (LookupError, AttributeError, RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"the states are damaged: {first_line(error)}") from None
+    if world_size == len(states):
+        return [*states]
     by_rank = dict(enumerate(states))
     return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
 
@@ -509,10 +510,7 @@ def _model_and_round(state: StateDict) -> dict[Any, Any]:
 
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
-    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank.
-
-    For `reshard` they may be as many as the new ones.
-    """
+    """Returns the state of one of more or fewer ranks, from those of the old ranks in `overlaps`, by rank."""
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
     taken, read = {}, {old: entries_of(states[old]) for old in shares}
@@ -520,8 +518,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
         saved_of = {old: entries.get(number, SavedParameter({}, {})) for old, entries in read.items()}
         try:
             _check_addable(saved_of.values())
-            if world_size != old_size:  # chunks get other owners
-                saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
+            saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
             ours = dict(saved_of[largest].ours)
             for name in AVERAGED:
                 if any(name in saved.ours for saved in saved_of.values()):
@@ -562,7 +559,7 @@ def _check_addable(old: Iterable[SavedParameter]) -> None:
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
-    """Puts the owner's error into the rank's own."""
+    """Puts the owner's error into the rank's own, because its chunks get other owners."""
     if OWNER_ERROR not in saved.ours:
         return saved
     ours = {**saved.ours, "momentum": saved.ours["momentum"].clone()}
@@ -576,8 +573,9 @@ def _part_of(ours: Mapping[str, Any], name: str) -> Any:
 
     Local weights that are not finite count as their start: that rank would drop its steps (`LocalWeights.follow`).
     """
-    part = ours[name] if name == "momentum" else ours.get(name, ours["global"])
-    return part if name != "local" or bool(part.isfinite().all()) else _part_of(ours, "start")
+    if name == "local" and "local" in ours and not bool(ours["local"].isfinite().all()):
+        name = "start"
+    return ours[name] if name == "momentum" else ours.get(name, ours["global"])
 
 
 def _mean(parts: list[tuple[Any, Fraction]]) -> Any:
