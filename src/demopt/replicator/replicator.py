@@ -592,7 +592,7 @@ class Replicator:
         self.require_idle("resync")
         wiring, exchange = self.wiring(), self.session.exchange
         check_rank("src", src, exchange.world_size)
-        self.session.settle(wiring)
+        self.session.compare_as_owed(wiring)
         exchange.await_all("resync()")
         number = self.round_number.to(wiring.device, copy=True).view(1)
         tensors = [*wiring.replicated_tensors(), number]

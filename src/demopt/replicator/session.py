@@ -84,7 +84,7 @@ class Session:
 
     def agree(self, wiring: Wiring, header_of: Callable[[Wiring], Header]) -> None:
         """Runs the handshake, if the layout of the wiring is new, unmetered; one rank, as in a folder, with itself."""
-        self.settle(wiring)
+        self.compare_as_owed(wiring)
         if self.has_agreed(wiring):
             return
         header = header_of(wiring)
@@ -167,10 +167,10 @@ class Session:
                 )
 
     def leave(self) -> None:
-        """This rank undoes a round that the others apply. They then compare gradients with it, which `settle` does."""
+        """This rank undoes a round that the others apply. They then compare gradients with it: `compare_as_owed`."""
         self._owes_comparison = self.compares_gradients
 
-    def settle(self, wiring: Wiring) -> None:
+    def compare_as_owed(self, wiring: Wiring) -> None:
         """Before another collective: takes this rank's part in the comparison after a round that it has left."""
         if self._owes_comparison:
             self._owes_comparison = False
