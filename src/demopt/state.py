@@ -338,7 +338,7 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
     exchange, wiring = replicator.session.exchange, replicator.wiring()
     check_rank("to", to, exchange.world_size)
     exchange.await_all("consolidate_state_dict()")
-    moved = -(exchange.sent_bytes + exchange.received_bytes)
+    moved_before = exchange.sent_bytes + exchange.received_bytes
     file = io.BytesIO()
     torch.save(_own_entries(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -359,7 +359,7 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
         for row, data in zip(rows if rows is not None else (), received, strict=True):
             left = torch.frombuffer(data, dtype=torch.uint8)[start : start + len(piece)]
             left.copy_(row[: len(left)])
-    moved += exchange.sent_bytes + exchange.received_bytes
+    moved = exchange.sent_bytes + exchange.received_bytes - moved_before
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
     if not receives:
         return None

@@ -209,8 +209,8 @@ class InnerOptimizers:
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
         states_in_groups = [_unpacked_state(group, state) for group in groups]
-        plain = [{name: held[0] for name, held in in_group.items() if held} for in_group in states_in_groups]
-        whole_groups = [group | values for group, values in zip(groups, plain, strict=True)]
+        values = [{name: held[0] for name, held in in_group.items() if held} for in_group in states_in_groups]
+        whole_groups = [group | its_values for group, its_values in zip(groups, values, strict=True)]
         numbers = [number for group in groups for number in group["params"]]  # or names
         entries = {}
         for number, parameter in zip(numbers, (p for group in self.groups for p in group["params"]), strict=True):
