@@ -149,7 +149,7 @@ class FolderExchange(VaryingExchange):
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
         # Its own, and that of its rounds:
         self.role: Role = "outside"
-        self.restored: SavedWorker | None = None  # a state's, while the weights are still that state's
+        self.restored: SavedWorker | None = None  # of a loaded state, until `move_to`: the weights are that state's
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
@@ -513,7 +513,7 @@ class FolderExchange(VaryingExchange):
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
         if stops:  # a trainer that goes on sends it no more
             self.wish.heard_at = math.inf
-        self.restored = None
+        self.restored = None  # the weights are no loaded state's any more
 
     # Its end
 
