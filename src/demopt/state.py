@@ -96,8 +96,8 @@ class SavedParameter:
         entry = {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
             # "momentum" is renamed, too: by that name `entries_of` knows a state of DeMo.
-            is_ours = name in (*NAMES_IN_LOCAL.values(), "momentum")
-            entry[f"{_OF_INNER}{name}" if is_ours else name] = value
+            is_taken = name in (*NAMES_IN_LOCAL.values(), "momentum")
+            entry[f"{_OF_INNER}{name}" if is_taken else name] = value
         return entry
 
     def name_in_entry(self, name: str) -> str:
@@ -397,8 +397,8 @@ def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
 def _is_shared_alone(state: StateDict) -> bool:
     """Whether a state has the shared entries of a consolidated one, and nothing of a rank."""
     names = {name for entry in state.get("state", {}).values() for name in entry}
-    is_ours = any("momentum_decay" in group for group in state.get("param_groups", ()))
-    is_of_demo = is_ours and {"step"} <= names <= {"step", *RULE_STATE}
+    has_settings = any("momentum_decay" in group for group in state.get("param_groups", ()))  # of DeMo
+    is_of_demo = has_settings and {"step"} <= names <= {"step", *RULE_STATE}
     return is_of_demo or ("global" in names and "error" not in names)
 
 
