@@ -3,6 +3,7 @@
 import copy
 import enum
 import itertools
+import math
 import threading
 from contextlib import nullcontext
 from fractions import Fraction
@@ -182,6 +183,21 @@ def test_numbers_in_the_state_of_an_inner_optimizer_are_resumed_and_lent_in_thei
     for each, name in itertools.product(others, ("0.mu_product", "1.mu_product")):
         assert torch.equal(each._inner.moments()[name], mine._inner.moments()[name])
     assert others[0].inner[0].state[others[0].param_groups[0]["params"][1]]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_learning_rate_that_a_closure_sets_is_the_users_and_not_the_optimizers():
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = LocalDeMo(torch.optim.AdamW([weight], lr=0.1), sync_every=1)
+
+    def closure(rate, gradient=1.0):
+        optimizer.param_groups[0]["lr"] = rate
+        weight.grad = torch.full_like(weight, gradient)
+        return 1.0
+
+    for gradient in (1.0, math.nan):
+        optimizer.step(lambda gradient=gradient: closure(0.01, gradient))
+    assert optimizer.param_groups[0]["lr"] == 0.01, "after a restart, too"
+    assert optimizer._inner.facts() == LocalDeMo(torch.optim.AdamW([weight], lr=0.01))._inner.facts()
 
 
 def test_closure_of_several_inner_optimizers_is_called_once_and_no_group_can_be_given_to_all_of_them():

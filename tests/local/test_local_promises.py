@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.nn.utils import prune
 
 import problems
 import ranks
@@ -133,6 +134,25 @@ def test_weights_that_the_script_changed_are_told_once_by_whatever_loses_them(st
             continue  # it has the local weights, too; or a device whose state is elsewhere is spared the copies
         with pytest.warns(UserWarning, match=f"{told}{effect}.*resync"):
             call(optimizer)
+
+
+def test_pruning_that_is_made_permanent_is_told_by_shared_whether_outside_or_inside():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1)
+    for number in range(2):
+        problems.set_gradients(model.parameters(), number)
+        optimizer.step()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as model.to(device) and back
+    with optimizer.shared():
+        pass
+    with pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back"), optimizer.shared():
+        prune.remove(model[0], "weight")
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    prune.remove(model[0], "weight")
+    with pytest.warns(UserWarning, match=r"outside the optimizer: shared\(\) shows the global weights, without that"):
+        optimizer.shared().__enter__()
 
 
 @pytest.mark.parametrize("shape", [(0, 300), (3000, 20), (5000,), ()])

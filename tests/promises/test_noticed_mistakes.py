@@ -411,6 +411,26 @@ def test_call_of_all_ranks_under_rank_0_names_itself_and_sends_nothing(rank, cal
 
 
 @ranks.each(2)
+def test_resync_of_the_model_of_one_rank_alone_changes_nothing(rank):
+    liveness.ANSWER_SECONDS = 60.0
+    model = nn.Linear(6, 4)
+    optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2)
+    for step in range(3):
+        problems.set_gradients(model.parameters(), step, rank)
+        optimizer.step()
+    if rank == 0:
+        local = problems.bits(model.parameters())
+        with pytest.raises(demopt.ExchangeError, match=r"called resync\(\), and rank 1 "):
+            optimizer.resync(model=True)
+        assert (optimizer.local_steps, problems.bits(model.parameters())) == (1, local)
+    problems.set_gradients(model.parameters(), 3, rank)
+    optimizer.step()
+    found: list = [None, None]
+    torch.distributed.all_gather_object(found, optimizer.fingerprint())
+    assert found[0] == found[1]
+
+
+@ranks.each(2)
 def test_regroup_of_one_rank_alone_is_told_before_it_sends_anything(rank):
     liveness.ANSWER_SECONDS = 60.0
     optimizer = problems.demo(None)

@@ -297,6 +297,24 @@ def test_wish_to_stop_is_heard_while_the_store_is_away():
     assert len(said) == 1
 
 
+def test_outage_of_one_kind_of_request_is_told_once_while_others_pass(monkeypatch):
+    monkeypatch.setattr(store_module, "_TOLD_AFTER", 0.0)
+    said, puts = [], iter(range(8))
+
+    def put(name, data):
+        assert patient.list("rounds") == set(), "requests of other threads pass"
+        if next(puts) < 5:
+            raise StoreError("the disk is full")
+        return True
+
+    store = Mock(spec=Disk, address="disk", has_end=True, put_if_absent=Mock(side_effect=put))
+    store.list.return_value = set()
+    patient = Patient(store, patience=1e9, say=said.append)
+    assert patient.put_if_absent("checkpoints/1", b"x")
+    away, again = said
+    assert ("the disk is full" in away, "answers again" in again) == (True, True)
+
+
 def test_request_that_has_no_end_on_a_disk_is_told_waited_for_and_left_behind_by_a_wish_to_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "_SILENCE", 0.05)
     monkeypatch.setattr(store_module, "_TOLD_AFTER", 0.0)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -293,6 +294,31 @@ def test_drift_is_an_error_that_resync_mends_and_the_state_that_is_saved_then_kn
     assert (again.join().rounds, again.said) == (1, [])
     drifted.optimizer.resync()
     assert [drifted.digest] == replayed(store)
+
+
+def test_worker_whose_weights_differ_from_those_of_most_does_not_decide_the_round(store):
+    *others, drifted = (Worker(store, number, late=60.0, fingerprint_every=1, sync_every=1) for number in range(3))
+    for worker in (*others, drifted):
+        worker.join()
+    drifted.optimizer.replicator.parameters[0].data.add_(1.0)
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(worker.round) for worker in others]
+        while len(log.look(store, 0).messages) < 2:  # its own comes last, so that it knows all first
+            time.sleep(0.005)
+        with pytest.raises(DriftError, match=r"the weights of worker w2 differ from those of w[01]"):
+            drifted.round()
+        assert {each.result().digest for each in ended} == {*replayed(store)}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_worker_that_leaves_a_complete_run_adds_no_round(delay, store):
+    worker = Worker(store, 0, delay=delay)
+    worker.run.rounds = 2
+    while not worker.join().run.is_over:
+        worker.step()
+    worker.run.leaving = True
+    worker.optimizer.finish_round(last=True)
+    assert (worker.rounds, log.read_manifest(store, worker.run.record.identity, 2)) == (2, None)
 
 
 @pytest.mark.usefixtures("still")

@@ -188,6 +188,16 @@ def test_round_ends_although_a_stranger_puts_more_between_any_two_looks(kind, st
     assert (first.senders, second.senders) == (["w0"], ["w0"])
 
 
+def test_round_ends_although_more_hellos_than_are_read_at_a_look_are_gone(store):
+    worker = Worker(store, 0).join()
+    for number in range(150):
+        log.put_hello(store, 0, worker.run.record.identity, f"ghost-{number}", 1.0)
+    get, more = store.get, iter(range(500))  # a read too many is an error
+    store.get = lambda name, *most: get(name, *most) if "ghost" not in name or next(more) < 0 else None
+    rounds(worker)
+    assert worker.senders == ["w0"]
+
+
 def test_manifest_is_bounded_and_strangers_are_no_members():
     """A refused message makes nobody a member, so nobody is waited for because of it."""
     names = [f"w-{number:05d}" for number in range(3000)]

@@ -268,6 +268,8 @@ def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_s
         machines.allow(ENDS)
         assert machines.code(killed) == (1 if end.startswith("failed") else -signal.SIGKILL), machines.said("second")
         assert "Traceback" not in machines.said("second")
+        if end == "failed by a drift":
+            assert "it has taken the run's newest weights: the same command goes on" in machines.said("second")
     machines.manifest(ENDS)
     (machines.allowed / GONE).touch()
     assert [*machines.reach(ENDS + 2).members.values()] == [0]  # nobody waits for the dead any more

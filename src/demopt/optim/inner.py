@@ -106,15 +106,27 @@ class InnerOptimizers:
         """Takes a step of each; of one that `takes_closure`, with a closure that computes the gradients."""
         self._follow()
         self.is_stepping = True
+
+        def evaluate() -> Any:
+            self._note_own_changes()
+            try:
+                return closure and closure()
+            finally:
+                self._follow()  # what the closure has changed is the user's
+
         try:
             for each in self.optimizers:
-                each.step() if closure is None else each.step(closure)
+                each.step() if closure is None else each.step(evaluate)
         finally:
             self.is_stepping = False
-            for settings in self._settings:
-                settings.state_names.update(settings.changed())  # in the step: by the optimizer
+            self._note_own_changes()
         if self._lent:
             self._take_lent()
+
+    def _note_own_changes(self) -> None:
+        """Takes the changes of settings in a step: they are by the optimizer."""
+        for settings in self._settings:
+            settings.state_names.update(settings.changed())
 
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -354,13 +354,15 @@ class LocalDeMo(ReplicatedOptimizer):
             self._end_open_round()
         self._follow_changes()
         self._weights.begin()
-        if model:
-            self._weights.take(loaded)
-        try:
-            self._weights.steps_since = 0
-            self._rounds.resync(src)
-        finally:
-            self._weights.adopt()  # the global weights may have moved even if the rest failed
+        with ExitStack() as held:
+
+            def drop_steps() -> None:
+                held.callback(self._weights.adopt)  # the global weights may have moved even if the rest failed
+                self._weights.steps_since = 0
+                if model:
+                    self._weights.take(loaded)
+
+            self._rounds.resync(src, drop_steps)
 
     @unrecorded
     def regroup(self, process_group: Any) -> None:

@@ -55,8 +55,8 @@ class LocalWeights(Follower):
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
         self.steps_since = 0  # local ones in D: since it last left the local weights
-        #: Local weights as this optimizer left them: the version of each, and the beginning of `_one` if that is here.
-        self._left: tuple[dict[Tensor, int], Tensor | None] | None = None
+        #: Local weights as this optimizer left them: a mark of each, and the beginning of `_one` if that is here.
+        self._left: tuple[dict[Tensor, tuple[int, int]], Tensor | None] | None = None
         self._one: Tensor | None = None  # by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
@@ -155,31 +155,36 @@ class LocalWeights(Follower):
         """Notes the local weights as this optimizer leaves them, for `are_replaced`."""
         if self._one is not None:
             # A device whose state is elsewhere is spared a copy at each step.
-            self._left = self._versions, _beginning(self._one).clone() if self._is_here(self._one) else None
+            self._left = self._marks, _beginning(self._one).clone() if self._is_here(self._one) else None
 
     @property
     def are_replaced(self) -> bool:
         """Whether somebody has written other weights into the model since `note`, as loading does."""
         if self._left is None or self._one is None or self.aside:
             return False
-        versions, kept = self._left
-        if kept is None:
-            return not self.differ and self._are_changed(versions)
-        now = _beginning(self._one).to(kept.dtype)
-        return self._are_written(versions) and not now.allclose(kept, rtol=0.0, atol=0.0, equal_nan=True)
+        marks, kept = self._left
+        if not self.differ and (kept is None or self._are_moved(marks)):
+            return self._are_changed(marks)
+        if kept is None or not self._are_written(marks):
+            return False
+        return not _beginning(self._one).to(kept.dtype).allclose(kept, rtol=0.0, atol=0.0, equal_nan=True)
 
     @property
-    def _versions(self) -> dict[Tensor, int]:
-        """How often each local weight was written."""
-        return {local: local._version for local in self.global_of if not local.is_inference()}
+    def _marks(self) -> dict[Tensor, tuple[int, int]]:
+        """How often each local weight was written, and where it is in memory."""
+        return {local: (local._version, _place(local)) for local in self.global_of if not local.is_inference()}
 
-    def _are_written(self, versions: Mapping[Tensor, int]) -> bool:
+    def _are_written(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
         """Whether all local weights were written since, as loading does."""
-        return all(local._version != version for local, version in versions.items())
+        return all(local._version != version for local, (version, _) in marks.items())
 
-    def _are_changed(self, versions: Mapping[Tensor, int]) -> bool:
-        """Whether all local weights were written since, and are not the global ones."""
-        return self._are_written(versions) and not all(
+    def _are_moved(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
+        """Whether some have other memory since, as after `torch.nn.utils.prune.remove`, or model.to(device)."""
+        return any(_place(local) != place for local, (_, place) in marks.items())
+
+    def _are_changed(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
+        """Whether all were written since, or some moved, and they are not the global ones."""
+        return (self._are_written(marks) or self._are_moved(marks)) and not all(
             torch.equal(mine, to_local(self.global_of[local].detach()).to(mine.dtype))
             for local, mine in self._local_ones().items()
         )
@@ -204,16 +209,14 @@ class LocalWeights(Follower):
     @uninterrupted()
     def follow(self, current: Round, before: Stage) -> None:
         """A round has left "extracted", or a later stage: local weights move by the table."""
-        steps = self.steps_since
-        if before == "extracted":  # only the error has D from now on
-            self.steps_since = 0
         if current.stage == "applied":
-            if not self.steps_since:  # otherwise the next round moves the weights, or `land`
+            if before == "extracted" or not self.steps_since:  # with steps since, `land` or the next round moves them
                 self.adopt()
             return
         if before != "extracted":
             self.start_of |= self._kept_starts(current, {})  # D has left the weights, but for what was not extracted
             return
+        steps, self.steps_since = self.steps_since, 0  # only the error has D from now on
         try:
             if not current.finite:  # D was dropped
                 self.adopt()
@@ -261,10 +264,6 @@ class LocalWeights(Follower):
         """start <- global, unless there is one, because a round that is open will move the global weights."""
         self.start_of = self.start_of or self._copies(self.global_of.values())
 
-    def drop_steps(self) -> None:
-        """Inside `moved_by_others`: D <- 0, because no round will have the local steps since the last one."""
-        self.adopt()
-
     @uninterrupted()
     def land(self) -> None:
         """local <- global - D: after others' moves, or in `flush`. Without local steps since a round, D is 0."""
@@ -300,7 +299,7 @@ class LocalWeights(Follower):
             with uninterrupted():
                 self.aside = aside
                 self._copy((global_weight, local) for local, global_weight in self.global_of.items())
-                shown = self._versions
+                shown = self._marks
             yield
             if self._are_changed(shown):
                 warn(f"the weights were changed inside shared(), which takes its own back. {TO_REPLACE}")
@@ -358,6 +357,10 @@ class LocalWeights(Follower):
         pairs = [*pairs]
         _forget_copies(target for _, target in pairs)
         self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
+
+
+def _place(weight: Tensor) -> int:
+    return to_local(weight.detach()).data_ptr()
 
 
 def _beginning(weight: Tensor) -> Tensor:

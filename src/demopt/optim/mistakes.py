@@ -105,10 +105,13 @@ def _look_at_earlier(optimizer: Any) -> None:
     mine = {*map(id, _parameters_of(optimizer))}
     replaced = [each for each in others if not mine.isdisjoint(map(id, _parameters_of(each)))]
     if any(each.weights_differ and not each._weights.are_replaced for each in replaced):
+        call = "set its run.leaving, and call its finish_round(last=True)"
+        if not optimizer._rounds.in_folder:
+            call = "call its finish_round(last=True) on all ranks"
         optimizer.warn_once(
             "earlier",
             "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "
-            "call its finish_round(last=True) on all ranks before this one is built, or load a state into this one",
+            f"{call} before this one is built, or load a state into this one",
         )
 
 

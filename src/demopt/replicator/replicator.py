@@ -11,7 +11,7 @@ Shapes: W ranks, B bytes in a message.
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -413,7 +413,7 @@ class Replicator:
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
             result = current.result = read_result(current.wiring.route, messages)
-        if result.skipped is not None:
+        if result.skipped is not None:  # checked already
             return result
         flags, decoded = current.wiring.route.check(result, current.header)
         headers = result.headers
@@ -587,8 +587,8 @@ class Replicator:
             return fingerprint([*self.wiring().replicated_tensors(), self.round_number.view(1)])
         return fingerprint([*parts_of(self.parameters)])
 
-    def resync(self, src: int = 0) -> None:
-        """As `DeMo.resync`."""
+    def resync(self, src: int = 0, drop_steps: Callable[[], None] = lambda: None) -> None:
+        """As `DeMo.resync`. Calls `drop_steps` before the first copy, once nothing can be refused."""
         self.require_idle("resync")
         wiring, exchange = self.wiring(), self.session.exchange
         check_rank("src", src, exchange.world_size)
@@ -599,6 +599,7 @@ class Replicator:
         facts = {f"tensor {n} to copy": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
         with exchange.paused():
             check_alike(exchange, facts, wiring.device)  # other lengths end gloo's process
+        drop_steps()
         forget_gathered(self.parameters)
         copy_tensors(exchange, tensors, src)
         for held, places in copies_of(wiring, exchange):

@@ -39,7 +39,7 @@ class Follower:
         """The context in which all else moves the replicator's weights; local steps since go on from there."""
         return nullcontext()
 
-    def drop_steps(self) -> None:
+    def adopt(self) -> None:
         """Inside it: no round will have the local steps since the last one."""
 
 
@@ -181,6 +181,6 @@ class Rounds:
         if has_failed:
             self.replicator.rollback()
 
-    def resync(self, src: int) -> None:
-        """Takes the parameters and outer state of rank `src`."""
-        self.replicator.resync(src)
+    def resync(self, src: int, drop_steps: Callable[[], None]) -> None:
+        """Takes the parameters and outer state of rank `src`. Calls `drop_steps` first, once nothing can be refused."""
+        self.replicator.resync(src, drop_steps)

@@ -129,7 +129,7 @@ class FolderExchange(VaryingExchange):
         self._gone = f"the run is gone from {store.address}{self._away}"
         # Set by the trainer:
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
-        self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits and catching up
+        self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits for objects, and catching up
         self.note: Any = None
         self.leaving = False
         self.rounds = None
@@ -372,7 +372,9 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began, self.unsent, self.unsent - self.in_error)
+        return Attached(
+            envelope, self.decided, self.round_began, in_message=self.unsent, of_steps=self.unsent - self.in_error
+        )
 
     @property
     def seconds_needed(self) -> float:
@@ -385,12 +387,12 @@ class FolderExchange(VaryingExchange):
 
     def unsent_after(self, current: Round, is_listed: bool = False) -> tuple[int, int]:
         """Returns `unsent` and `in_error` after a round."""
-        sequences = current.attached.in_message
+        attached = current.attached
         if not current.finite:  # its local steps are dropped, the error is as before
-            return self.unsent - current.attached.of_steps, self.in_error
-        if is_listed:
-            return self.unsent - sequences, 0
-        return self.unsent, sequences  # all of them are in the error
+            return self.unsent - attached.of_steps, self.in_error
+        if is_listed:  # those of local steps since remain
+            return self.unsent - attached.in_message, 0
+        return self.unsent, attached.in_message  # which is all in the error
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
@@ -531,7 +533,7 @@ class FolderExchange(VaryingExchange):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this worker sends messages after the next one, as it is now; its last one may not say so."""
+        """Whether this worker wants a next round, as it is now; its last message may have said otherwise."""
         return not (self.leaving or self.asked_to_stop() or self.is_over)
 
     def has_stopped(self, decided: Manifest | None) -> bool:

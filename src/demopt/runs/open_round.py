@@ -32,6 +32,8 @@ _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken 
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
+_OTHER_WEIGHTS = "its weights before the round differ"
+
 Ending = Literal["complete", "covered", "drifted"]
 
 
@@ -91,7 +93,7 @@ class OpenRound:
         self.known_at = 0.0  # when the manifest was read
         self.waited_for = tuple[str, ...]()  # the workers, last
         self.slept = 0.0  # seconds in which this process did not look for them
-        self._longest = 0.0  # seconds that requests took at once: of the store, or of this process's sleep
+        self._longest_request = 0.0  # seconds that requests took at once: of the store, or of this process's sleep
         self._unreadable = set[str]()  # workers whose message or hello was listed, and not there to be read
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
@@ -104,7 +106,7 @@ class OpenRound:
         run, number, decided, began = self._run, self._header.round_number, self._attached.decided, time.monotonic()
         manifest = self._send()
         ready_at = self.put_at or time.monotonic()
-        self._longest = time.monotonic() - began
+        self._longest_request = time.monotonic() - began
         if manifest is None:
             self.add(self.mine, log.digest(self.mine.packed()))
             self.read_new()  # what the look beside the put has found: who comes last decides without another one
@@ -126,7 +128,7 @@ class OpenRound:
         was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
         overlooked = left_out and was_there and bool(manifest.senders)
         waited = time.monotonic() - began - self.slept
-        for_a_request = 2 * self._longest > waited  # for the most part
+        for_a_request = 2 * self._longest_request > waited  # for the most part
         return FolderOutcome(
             row, result, ended=ended, manifest=manifest, envelope=mine, left_out=left_out,
             needed=ready_at - self._attached.round_began,
@@ -184,19 +186,23 @@ class OpenRound:
             until = max([put_at, *map(self.needs_until, missing)])
             if run.wish.is_heard:
                 until = min(until, max(put_at, run.wish.heard_at))
-            if missing and now < until + run.late:
-                if now - put_at > _LONG:
+            odd = self._is_odd_one
+            if (missing or odd) and now < until + (2 * run.late if odd else run.late):
+                if missing and now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
-                due = max(self.needs_until(each, slack=1.0) for each in missing)
+                due = max([now, *(self.needs_until(each, slack=1.0) for each in missing)])
                 self._sleep(min(POLL[1], max(POLL[0] + (now - put_at) / 10, _EARLY * (due - now))))
                 looked_at = time.monotonic()
                 self.read_new(self.look, *([run.wish.hear] if now - put_at > TOLD_AFTER else []))
-                self._longest = max(self._longest, time.monotonic() - looked_at)
+                self._longest_request = max(self._longest_request, time.monotonic() - looked_at)
                 self.waited_for = missing
             elif self.untried_messages or self.untried_hellos:
                 awaited = log.expected(self._attached.decided, self.hellos)
                 # Without another look after those of others: a stranger may put more for ever.
                 self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []))
+                self._false_hellos |= (
+                    self._unreadable
+                )  # each is tried once here: they may be more than are read at once
             else:
                 author = replace(self.mine, stop=run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
@@ -206,6 +212,11 @@ class OpenRound:
                 return run.propose(log.draft(author, self._attached.decided, self.valid, self.refused, hellos))
             if (manifest := self.read_manifest()) is not None:
                 return manifest
+
+    @property
+    def _is_odd_one(self) -> bool:
+        """Whether more workers have other weights than have this one's: then one of them decides, not this one."""
+        return sum(reason == _OTHER_WEIGHTS for reason in self.refused.values()) > len(self.valid)
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps, and notes it if that took much longer: then the whole process was asleep."""
@@ -304,7 +315,7 @@ class OpenRound:
                 raise MessageError("it follows another manifest of the round before")
             mine = self._attached.envelope
             if None not in (mine.weights, sent.weights) and sent.weights != mine.weights:
-                raise MessageError("its weights before the round differ")
+                raise MessageError(_OTHER_WEIGHTS)
             self.results[digest] = check_message(self._wiring, self._header, tensor_of(sent.body))
         except MessageError as error:
             self.refused[sent.worker] = error.reason

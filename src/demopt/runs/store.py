@@ -190,8 +190,8 @@ class Patient(Store):
         self.inner, self.address, self.patience, self.say = inner, inner.address, patience, say
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
-        self._away: float | None = None  # since when, if the user has heard about it
-        self._reasons: set[str] = set()  # that the user has heard then
+        self._failing: dict[_Request[Any], float] = {}  # requests that the user has heard of, and since when they fail
+        self._reasons: set[str] = set()  # that the user has heard since the first of them
 
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat("get", lambda: self.inner.get(name, most), most)
@@ -214,10 +214,23 @@ class Patient(Store):
     def _repeat(self, kind: str, call: Callable[[], T], size: int = 0, damaged: float = 0.0) -> T:
         """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating then."""
         size = 0 if kind == "get" and size <= MOST_JSON else size  # most are far shorter
-        began, attempt, long, request = time.monotonic(), 0, False, _Request(self.inner, kind, call, size)
+        request = _Request(self.inner, kind, call, size)
+        try:
+            result = self._answer(request, kind, size, damaged)
+        finally:  # others may go on failing, as puts of checkpoints on a full disk
+            since = self._failing.pop(request, None)
+            if not self._failing:
+                self._reasons.clear()
+        self._answered.add(kind)
+        if since is not None and not self._failing:
+            self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
+        return result
+
+    def _answer(self, request: _Request[T], kind: str, size: int, damaged: float) -> T:
+        began, attempt, long = time.monotonic(), 0, False
         while True:
             try:
-                result = request.result()
+                return request.result()
             except MessageError:
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
@@ -232,16 +245,13 @@ class Patient(Store):
                     raise DeniedError(str(error)) from error
                 if away >= limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
-                if (long := away > _TOLD_AFTER) and (
-                    reason := str(error).removeprefix(self.address).partition(" (")[0]
-                ) not in self._reasons:
-                    self._away = began if self._away is None else self._away
-                    self._reasons.add(reason)
-                    self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
+                if long := away > _TOLD_AFTER:
+                    self._failing[request] = began
+                    if (reason := str(error).removeprefix(self.address).partition(" (")[0]) not in self._reasons:
+                        self._reasons.add(reason)
+                        self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
                 if long and self.asked_to_stop():
                     raise ExchangeError(f"stopped while the store did not answer: {error}") from error
-            else:
-                break
             attempt += 1
             end = time.monotonic() + min(_PAUSES[1], _PAUSES[0] * 2.0 ** min(attempt, 9), self.patience)
             while (left := end - time.monotonic()) > 0 and self.patience and not (long and self.asked_to_stop()):
@@ -249,12 +259,6 @@ class Patient(Store):
                     time.sleep(min(left, 0.1))
                 elif wait([request.pending], min(left, 0.1)).done:
                     break
-        self._answered.add(kind)
-        since, self._away = self._away, None  # at once: requests run in several threads
-        self._reasons.clear()
-        if since is not None:
-            self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
-        return result
 
 
 def in_time(address: str, call: Callable[[], T]) -> T:

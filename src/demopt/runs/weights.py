@@ -181,22 +181,23 @@ class FolderRounds(Rounds):
     def _enter(self, before: Manifest | None) -> None:
         """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
         run = self.run
-        if (saved := run.restored) is not None:
-            run.worker = saved.worker
-            if saved.before != log.digest_of(before):
-                other = f"round {self._number} is another one in {run.store.address} than in the state"
-                self._leave_fork(ForkedError(other), saved.before)
-            else:
-                if saved.message is not None:
-                    self._resume_round(saved.message, before, saved.in_message)
-                run.move_to(before, stops=False)
-        elif run.role == "outside":  # otherwise an error has ended a join, or it has observed: it has the run's weights
-            if self._number > 0:
-                raise SettingsError(
-                    f"{run.worker} is at round {self._number} of another training than the run in {run.store.address}; "
-                    "join with a new optimizer, or one that has loaded its state of this run"
-                )
-            self._take_first()
+        match run.role:  # as an "observer", and where an error has ended a join, it has the run's weights
+            case "outside":
+                if self._number > 0:
+                    raise SettingsError(
+                        f"{run.worker} is at round {self._number} of another training than the run in "
+                        f"{run.store.address}; join with a new optimizer, or one that has loaded its state of this run"
+                    )
+                self._take_first()
+            case "joining" if (saved := run.restored) is not None:
+                run.worker = saved.worker
+                if saved.before != log.digest_of(before):
+                    other = f"round {self._number} is another one in {run.store.address} than in the state"
+                    self._leave_fork(ForkedError(other), saved.before)
+                else:
+                    if saved.message is not None:
+                        self._resume_round(saved.message, before, saved.in_message)
+                    run.move_to(before, stops=False)
         if self.replicator.is_open:
             try:
                 self._exchange_and_end()
@@ -209,7 +210,7 @@ class FolderRounds(Rounds):
         newest = self._newest_checkpoint(least=0)
         with uninterrupted():
             self.take(newest)
-            self.replicator.follower.drop_steps()
+            self.replicator.follower.adopt()
             self.run.drop_steps()
             self.run.role = "observer"
 
@@ -241,7 +242,7 @@ class FolderRounds(Rounds):
     def _drop_unsent(self) -> None:
         self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
-        self.replicator.follower.drop_steps()
+        self.replicator.follower.adopt()
         if (saved := self.run.restored) is not None:  # its message would leave the momentum once more
             empty = replace(saved, message=None, read=[], unsent=0, in_message=0, in_error=0)
             self.run.restored = empty
@@ -259,12 +260,13 @@ class FolderRounds(Rounds):
             self._follow_run(asks=False)
         return self._number
 
-    def resync(self, src: int) -> None:
+    def resync(self, src: int, drop_steps: Callable[[], None]) -> None:
         """Takes the newest weights of the run; no rank is special."""
         del src
+        drop_steps()
         if not self.has_joined:
             self.join()
-        self.run.drop_steps()  # which LocalDeMo has dropped; only now, because a state's message may have come first
+        self.run.drop_steps()  # only now, because a state's message may have come first
         self._is_behind = True  # also after an error, which may leave the weights of an older round
         with self.replicator.follower.moved_by_others():
             self.take(self._newest_checkpoint(least=0))
@@ -273,14 +275,15 @@ class FolderRounds(Rounds):
     # A round
 
     def end_open_round(self) -> bool:
-        may_end = not self.run.is_over  # a trainer may go on after the end
+        run, was_over = self.run, self.run.is_over
         if self.replicator.is_open:
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
-        if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
-            self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
-        return may_end and self.run.is_over
+        if run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
+            self.replicator.samples = min(max(1, run.unsent), MOST_SAMPLES)
+        # A trainer may go on after the end; but who leaves a complete run adds no round to it.
+        return run.is_over and (not was_over or (run.leaving and run.is_complete))
 
     def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
@@ -317,20 +320,16 @@ class FolderRounds(Rounds):
         assert isinstance(outcome, FolderOutcome)
         run, is_listed = self.run, outcome.row is not None
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            match outcome.ended:
-                case "complete":
-                    try:
-                        replicator.apply(messages)
-                    except DriftError:  # what was sent has left the momentum
-                        run.unsent, run.in_error = run.unsent_after(current, is_listed)
-                        raise
-                    self._is_behind = not is_listed  # later rounds may be decided already
-                case "covered":
-                    replicator.mark_applied()
-                    self._is_behind = True
-                case "drifted":  # `resync`, which the user calls, follows the run by itself
-                    replicator.mark_applied()
-                    self._is_behind = False
+            if outcome.ended == "complete":
+                try:
+                    replicator.apply(messages)
+                except DriftError:  # what was sent has left the momentum
+                    run.unsent, run.in_error = run.unsent_after(current, is_listed)
+                    raise
+                self._is_behind = not is_listed  # later rounds may be decided already
+            else:
+                replicator.mark_applied()
+                self._is_behind = outcome.ended == "covered"  # after a drift the user calls `resync`
             run.unsent, run.in_error = run.unsent_after(current, is_listed)
             run.note_outcome(outcome)
         if outcome.ended == "drifted":

@@ -247,6 +247,8 @@ class Worker(Training):
                     if isinstance(error, DriftError):
                         run.leaving = True  # so it asks nobody to wait for it
                         self.optimizer.resync()  # no state goes on from weights that differ
+                        told = f"{error.reason}; it has taken the run's newest weights: the same command goes on"
+                        error = DemoptError(told)
                     run.close()
                     with suppress(DemoptError):  # the store may be away
                         self._hear()
@@ -254,13 +256,13 @@ class Worker(Training):
                     print(f"saved: {printable(str(out.state))}", flush=True)
                 except DemoptError as lost:
                     print(f"not saved: {printable(str(lost))}", flush=True)
-                raise
+                raise error
         if not self.ended:
             self._save()
-        run.wait_for_uploads()
-        if self.ended:
+        if self.ended:  # first: an upload may take long
             with out.writing(), self.shared():
                 finish(config, out, self.model, self.corpus, self.number > begun)
+        run.wait_for_uploads()
         replicator = self.optimizer.replicator
         print(f"weights after {replicator.round_number} rounds: sha256 {weights_digest(replicator)}", flush=True)
 
