@@ -493,11 +493,10 @@ class FolderRounds(Rounds):
             return replace(run.restored, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
-        message, in_message, unsent = None, 0, run.unsent
+        unsent = run.unsent if current is None else run.unsent_after(current)[0]
+        message, in_message = None, 0
         if current is not None and current.finite and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.in_message
-        elif current is not None:
-            unsent, _ = run.unsent_after(current)
         reads = run.given_out if self._is_behind else run.unsent_reads  # by the manifest of these weights
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
@@ -514,7 +513,7 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._is_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
-        run.role, run.restored = ("joining" if saved else "outside"), saved
-        run.given_out = {*saved.read} if saved else set()
-        run.unsent, run.in_error = (saved.unsent, saved.in_error) if saved else (0, 0)
-        run.sent_from = saved.sent_from if saved else run.sent_from
+        run.role, run.given_out, run.unsent, run.in_error = "outside", set(), 0, 0
+        if saved is not None:
+            run.role, run.restored, run.given_out = "joining", saved, {*saved.read}
+            run.unsent, run.in_error, run.sent_from = saved.unsent, saved.in_error, saved.sent_from
