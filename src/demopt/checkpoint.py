@@ -190,8 +190,8 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
         case {"values": Mapping() as values, "sharded": list() as sharded, **more}:
             if like is None:  # a folder's, or of a parameter too many, which is told later
                 return dict(values)
-            was, here = ", ".join(_CUT.findall(str(more.get("cut", "")))), cut_of(like)
-            if was not in ("", here):
+            cut, here = more.get("cut"), cut_of(like)
+            if isinstance(cut, str) and (was := ", ".join(_CUT.findall(cut))) not in ("", here):
                 raise ValueError(f"the checkpoint's shards are {was}, those here {here or 'whole'}; {_SHARDS}")
             return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")

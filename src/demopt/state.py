@@ -494,8 +494,6 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
                 raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
     except (LookupError, AttributeError, RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"the states are damaged: {first_line(error)}") from None
-    if world_size == len(states):
-        return [*states]
     by_rank = dict(enumerate(states))
     return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
 
@@ -510,7 +508,10 @@ def _model_and_round(state: StateDict) -> dict[Any, Any]:
 
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
-    """Returns the state of one of more or fewer ranks, from those of the old ranks in `overlaps`, by rank."""
+    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank.
+
+    For `reshard` they may be as many as the new ones.
+    """
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
     taken, read = {}, {old: entries_of(states[old]) for old in shares}
@@ -518,7 +519,10 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
         saved_of = {old: entries.get(number, SavedParameter({}, {})) for old, entries in read.items()}
         try:
             _check_addable(saved_of.values())
-            saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
+            if len({int(saved.ours["step"]) for saved in saved_of.values() if "step" in saved.ours}) > 1:
+                raise ValueError("the ranks saved at different rounds, as after a Ctrl-C within a step")
+            if world_size != old_size:  # chunks get other owners
+                saved_of = {old: _without_owner(saved, old_size) for old, saved in saved_of.items()}
             ours = dict(saved_of[largest].ours)
             for name in AVERAGED:
                 if any(name in saved.ours for saved in saved_of.values()):
@@ -559,7 +563,7 @@ def _check_addable(old: Iterable[SavedParameter]) -> None:
 
 
 def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
-    """Puts the owner's error into the rank's own, because its chunks get other owners."""
+    """Puts the owner's error into the rank's own."""
     if OWNER_ERROR not in saved.ours:
         return saved
     ours = {**saved.ours, "momentum": saved.ours["momentum"].clone()}

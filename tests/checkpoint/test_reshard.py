@@ -108,6 +108,8 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks():
     ):
         with pytest.raises((ValueError, TypeError), match=says):
             demopt.reshard(states, ranks_now)
+    with pytest.raises(ValueError, match="the ranks saved at different rounds"):  # as in a folder of DCP
+        share_of({0: whole, 1: {**other, "state": later}}, 0, 1, 2)
     assert len(demopt.reshard([*map(unmarked, (whole, other))], 3)) == 3, "these do not say whose they are"
 
 

@@ -146,7 +146,7 @@ def test_pruning_that_is_made_permanent_is_told_by_shared_whether_outside_or_ins
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # as model.to(device) and back
     with optimizer.shared():
-        pass
+        model.bfloat16().float()  # as for an evaluation
     with pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back"), optimizer.shared():
         prune.remove(model[0], "weight")
     prune.l1_unstructured(model[0], "weight", amount=0.5)

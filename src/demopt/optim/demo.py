@@ -18,7 +18,7 @@ from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import Rounds, VaryingExchange
 from demopt.replicator.wiring import Options
-from demopt.state import SavedParameter, check_saved, read_state
+from demopt.state import check_saved, read_state
 from demopt.validation import check_choice
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
@@ -220,8 +220,7 @@ class DeMo(ReplicatedOptimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state of this rank alone, with update rules as text."""
         found = super().own_state_dict()
-        entries = {n: SavedParameter(entry, {}, of_local=False).entry() for n, entry in found["state"].items()}
-        return {**found, "state": entries, "param_groups": [plain(group) for group in found["param_groups"]]}
+        return {**found, "param_groups": [plain(group) for group in found["param_groups"]]}
 
     def _follow_changes(self) -> None:
         """Takes groups, and momenta in `state`, that a script has replaced; dropped ones start at zero, as in torch."""

@@ -16,7 +16,7 @@ SAVED_BY = "saved_by"  # in a parameter's state: `SavedBy`, as a tensor
 
 
 class SavedBy(NamedTuple):
-    """Whose a parameter's state is; in a saved one also how many entries it had, because it may lose or gain some.
+    """Whose a parameter's state is, and how many entries it has, because a saved one may lose or gain some.
 
     It is in the state itself, because torch's functions for flattened states load only names that are there.
     """
@@ -25,7 +25,7 @@ class SavedBy(NamedTuple):
     world_size: int
     shard: int  # of a parameter that is sharded inside a node
     shards: int
-    entries: int = 0  # this one included, as `SavedParameter.entry` counts them
+    entries: int  # ours, this one included; of a state of LocalDeMo all, which `SavedParameter.entry` counts
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
@@ -65,7 +65,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     for parameter in wiring.parameters:
         if new := state.get(parameter):
             new["step"] = round_number
-            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter)).tensor()
+            new[SAVED_BY] = SavedBy(rank, world_size, *shard_of(parameter), entries=len(new) + 1).tensor()
 
 
 def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:

@@ -200,9 +200,8 @@ class OpenRound:
                 awaited = log.expected(self._attached.decided, self.hellos)
                 # Without another look after those of others: a stranger may put more for ever.
                 self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []))
-                self._false_hellos |= (
-                    self._unreadable
-                )  # each is tried once here: they may be more than are read at once
+                # Each is tried once here: they may be more than are read at once.
+                self._false_hellos |= self._unreadable - self.seen.messages
             else:
                 author = replace(self.mine, stop=run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there

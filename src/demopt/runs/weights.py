@@ -303,9 +303,9 @@ class FolderRounds(Rounds):
         try:
             messages = self.replicator.exchange()
         except ForkedError as error:  # it drops what was sent
+            self._is_behind = True  # also if another error keeps it on the fork
             with self.replicator.follower.moved_by_others():
                 self._leave_fork(error, log.digest_of(self.run.decided))
-            self._is_behind = True
         else:
             self._end(current, messages)
         if not self.run.goes_on:
