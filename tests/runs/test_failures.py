@@ -313,6 +313,16 @@ def test_outage_of_one_kind_of_request_is_told_once_while_others_pass(monkeypatc
     assert patient.put_if_absent("checkpoints/1", b"x")
     away, again = said
     assert ("the disk is full" in away, "answers again" in again) == (True, True)
+    said.clear()
+    patient.patience, store.put_if_absent.side_effect = 0.05, StoreError("the disk is full")
+    for _ in range(3):  # given up, which ends no outage
+        with pytest.raises(ExchangeError, match="did not answer"):
+            patient.put_if_absent("checkpoints/2", b"x")
+    assert patient.list("rounds") == set()
+    store.put_if_absent.side_effect = [True]
+    assert patient.put_if_absent("checkpoints/2", b"x")
+    away, again = said
+    assert ("the disk is full" in away, "answers again" in again) == (True, True)
 
 
 def test_request_that_has_no_end_on_a_disk_is_told_waited_for_and_left_behind_by_a_wish_to_stop(tmp_path, monkeypatch):

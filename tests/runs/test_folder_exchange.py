@@ -310,17 +310,6 @@ def test_worker_whose_weights_differ_from_those_of_most_does_not_decide_the_roun
         assert {each.result().digest for each in ended} == {*replayed(store)}
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_worker_that_leaves_a_complete_run_adds_no_round(delay, store):
-    worker = Worker(store, 0, delay=delay)
-    worker.run.rounds = 2
-    while not worker.join().run.is_over:
-        worker.step()
-    worker.run.leaving = True
-    worker.optimizer.finish_round(last=True)
-    assert (worker.rounds, log.read_manifest(store, worker.run.record.identity, 2)) == (2, None)
-
-
 @pytest.mark.usefixtures("still")
 def test_round_that_is_applied_in_part_is_drift_and_after_resync_no_step_counts_twice(monkeypatch):
     store = ObjectStore()

@@ -191,7 +191,7 @@ class LocalWeights(Follower):
             return False
         near = {"rtol": 0.0, "atol": 0.0} if is_written else {"rtol": 0.01, "atol": 1e-6}
         return not all(
-            torch.allclose(mine, to_local(self.global_of[local].detach()).to(mine.dtype), **near)
+            torch.allclose(mine, to_local(self.global_of[local].detach()).to(mine), equal_nan=True, **near)
             for local, mine in self._local_ones().items()
         )
 

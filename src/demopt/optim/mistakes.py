@@ -104,10 +104,10 @@ def _look_at_earlier(optimizer: Any) -> None:
         others = [each for each in _all if each is not optimizer and hasattr(each, "local_steps")]
     mine = {*map(id, _parameters_of(optimizer))}
     replaced = [each for each in others if not mine.isdisjoint(map(id, _parameters_of(each)))]
-    if any(each.weights_differ and not each._weights.are_replaced for each in replaced):
-        call = "set its run.leaving, and call its finish_round(last=True)"
-        if not optimizer._rounds.in_folder:
-            call = "call its finish_round(last=True) on all ranks"
+    if left := [each for each in replaced if each.weights_differ and not each._weights.are_replaced]:
+        call = "call its finish_round(last=True) on all ranks"
+        if left[0]._rounds.in_folder:
+            call = "set its run.leaving, and call its finish_round(last=True)"
         optimizer.warn_once(
             "earlier",
             "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "

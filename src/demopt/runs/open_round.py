@@ -30,6 +30,7 @@ _ASLEEP = 1.0  # seconds that a pause takes too long, from which on the process 
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
 _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
+_ODD = 5.0  # seconds, at least, in which those with the same weights as most decide
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
 _OTHER_WEIGHTS = "its weights before the round differ"
@@ -177,7 +178,7 @@ class OpenRound:
     def _wait(self) -> Manifest:
         """Once this worker's message is put: waits for the expected ones, and proposes; returns the round's manifest.
 
-        After a wish to stop it waits for nobody longer than `late`.
+        After a wish to stop it waits for nobody longer than `late`, and twice that for those that decide instead of it.
         """
         run, put_at = self._run, self.put_at
         assert put_at is not None
@@ -187,7 +188,7 @@ class OpenRound:
             if run.wish.is_heard:
                 until = min(until, max(put_at, run.wish.heard_at))
             odd = self._is_odd_one
-            if (missing or odd) and now < until + (2 * run.late if odd else run.late):
+            if (missing or odd) and now < until + (max(_ODD, 2 * run.late) if odd else run.late):
                 if missing and now - put_at > _LONG:
                     run.say_once(f"round {self.mine.round + 1}: waiting for {', '.join(missing)}")
                 due = max([now, *(self.needs_until(each, slack=1.0) for each in missing)])
@@ -195,13 +196,11 @@ class OpenRound:
                 looked_at = time.monotonic()
                 self.read_new(self.look, *([run.wish.hear] if now - put_at > TOLD_AFTER else []))
                 self._longest_request = max(self._longest_request, time.monotonic() - looked_at)
-                self.waited_for = missing
+                self.waited_for = missing or self.waited_for
             elif self.untried_messages or self.untried_hellos:
                 awaited = log.expected(self._attached.decided, self.hellos)
                 # Without another look after those of others: a stranger may put more for ever.
-                self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []))
-                # Each is tried once here: they may be more than are read at once.
-                self._false_hellos |= self._unreadable - self.seen.messages
+                self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []), again=False)
             else:
                 author = replace(self.mine, stop=run.wish.is_heard)
                 if now - put_at > TOLD_AFTER:  # a new run may have begun at the address, or an older copy come there
@@ -250,9 +249,13 @@ class OpenRound:
         self.known_at = read_at if found else 0.0
         return found
 
-    def read_new(self, *also: Callable[[], Any]) -> list[Any]:
-        """Reads what is new at the last look; makes other requests beside that, and returns their results."""
-        self._unreadable.clear()  # listings may run ahead of reads, so each is tried again
+    def read_new(self, *also: Callable[[], Any], again: bool = True) -> list[Any]:
+        """Reads what is new at the last look; makes other requests beside that, and returns their results.
+
+        `again`: also what was tried in vain before, because listings may run ahead of reads. It may be very much.
+        """
+        if again:
+            self._unreadable.clear()
         new = self.untried_messages
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(self._read_hello, worker) for worker in self.untried_hellos]

@@ -190,8 +190,9 @@ class Patient(Store):
         self.inner, self.address, self.patience, self.say = inner, inner.address, patience, say
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
-        self._failing: dict[_Request[Any], float] = {}  # requests that the user has heard of, and since when they fail
-        self._reasons: set[str] = set()  # that the user has heard since the first of them
+        self._away: float | None = None  # since when, if the user has heard about it
+        self._reasons: set[str] = set()  # that the user has heard then
+        self._failing: set[_Request[Any] | str] = set()  # requests that fail since, and the kinds of those given up
 
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat("get", lambda: self.inner.get(name, most), most)
@@ -217,14 +218,28 @@ class Patient(Store):
         request = _Request(self.inner, kind, call, size)
         try:
             result = self._answer(request, kind, size, damaged)
-        finally:  # others may go on failing, as puts of checkpoints on a full disk
-            since = self._failing.pop(request, None)
-            if not self._failing:
-                self._reasons.clear()
+        except MessageError:
+            self._note_answer(request, kind)
+            raise
+        except BaseException:  # it is given up: until another put is answered, say, the user has heard of puts
+            if request in self._failing:
+                self._failing |= {kind}
+                self._failing -= {request}
+            raise
         self._answered.add(kind)
-        if since is not None and not self._failing:
-            self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
+        self._note_answer(request, kind)
         return result
+
+    def _note_answer(self, request: _Request[Any], kind: str) -> None:
+        """Tells the user that the store is back, once nothing fails any more that he has heard of.
+
+        Other requests may pass all the time, as messages on a disk that has no room for a checkpoint.
+        """
+        self._failing -= {request, kind}
+        if self._away is not None and not self._failing:
+            since, self._away = self._away, None  # at once: requests run in several threads
+            self._reasons.clear()
+            self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
 
     def _answer(self, request: _Request[T], kind: str, size: int, damaged: float) -> T:
         began, attempt, long = time.monotonic(), 0, False
@@ -246,7 +261,8 @@ class Patient(Store):
                 if away >= limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
                 if long := away > _TOLD_AFTER:
-                    self._failing[request] = began
+                    self._away = began if self._away is None else min(began, self._away)
+                    self._failing |= {request}
                     if (reason := str(error).removeprefix(self.address).partition(" (")[0]) not in self._reasons:
                         self._reasons.add(reason)
                         self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")

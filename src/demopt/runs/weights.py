@@ -275,15 +275,14 @@ class FolderRounds(Rounds):
     # A round
 
     def end_open_round(self) -> bool:
-        run, was_over = self.run, self.run.is_over
+        may_end = not self.run.is_over  # a trainer may go on after the end
         if self.replicator.is_open:
             self.exchange_and_apply()
         elif self._is_behind:  # an error has ended the catch-up
             self._catch_up()
-        if run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
-            self.replicator.samples = min(max(1, run.unsent), MOST_SAMPLES)
-        # A trainer may go on after the end; but who leaves a complete run adds no round to it.
-        return run.is_over and (not was_over or (run.leaving and run.is_complete))
+        if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
+            self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
+        return may_end and self.run.is_over
 
     def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.

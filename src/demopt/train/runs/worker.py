@@ -259,10 +259,12 @@ class Worker(Training):
                 raise error
         if not self.ended:
             self._save()
-        if self.ended:  # first: an upload may take long
-            with out.writing(), self.shared():
-                finish(config, out, self.model, self.corpus, self.number > begun)
-        run.wait_for_uploads()
+        try:
+            if self.ended:  # first: an upload may take long
+                with out.writing(), self.shared():
+                    finish(config, out, self.model, self.corpus, self.number > begun)
+        finally:
+            run.wait_for_uploads()
         replicator = self.optimizer.replicator
         print(f"weights after {replicator.round_number} rounds: sha256 {weights_digest(replicator)}", flush=True)
 
