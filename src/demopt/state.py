@@ -399,7 +399,7 @@ def _is_shared_alone(state: StateDict) -> bool:
     names = {name for entry in state.get("state", {}).values() for name in entry}
     has_settings = any("momentum_decay" in group for group in state.get("param_groups", ()))  # of DeMo
     is_of_demo = has_settings and {"step"} <= names <= {"step", *RULE_STATE}
-    return is_of_demo or ("global" in names and "error" not in names)
+    return is_of_demo or ("global" in names and NAMES_IN_LOCAL["momentum"] not in names)
 
 
 # A rank's part of them

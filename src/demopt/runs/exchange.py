@@ -136,7 +136,7 @@ class FolderExchange(VaryingExchange):
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer, or `RunSampler`, adds what it trains on
-        self.in_error = 0  # those of a message that is not listed
+        self.in_error = 0  # those in the error alone: of a message that was not listed
         self.weighs = False  # whether `unsent` is this worker's weight in a round: LocalDeMo's `samples`
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40]
         self.worker = f"{host}-{os.urandom(4).hex()}"

@@ -67,7 +67,7 @@ class SavedWorker:
     sent_from: int  # the first round in which a message of this worker would be later than the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # sequences in the message
-    in_error: int = 0  # those of a message that was not listed; of an early 0.3.0 unknown
+    in_error: int = 0  # those in the error alone; of an early 0.3.0 unknown
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
