@@ -146,13 +146,23 @@ def test_pruning_that_is_made_permanent_is_told_by_shared_whether_outside_or_ins
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # as model.to(device) and back
     with optimizer.shared():
-        model.bfloat16().float()  # as for an evaluation
+        model.bfloat16().load_state_dict(copy.deepcopy(model.state_dict()))  # as for an evaluation
+        model.float()
     with pytest.warns(UserWarning, match=r"changed inside shared\(\), which takes its own back"), optimizer.shared():
         prune.remove(model[0], "weight")
     prune.l1_unstructured(model[0], "weight", amount=0.5)
     prune.remove(model[0], "weight")
     with pytest.warns(UserWarning, match=r"outside the optimizer: shared\(\) shows the global weights, without that"):
         optimizer.shared().__enter__()
+
+
+def test_model_that_is_saved_in_eight_bits_inside_shared_is_no_change_of_weights():
+    model = torch.nn.Linear(8, 2)
+    optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1)
+    problems.set_gradients(model.parameters(), 0)
+    optimizer.step()
+    with optimizer.shared():
+        model.to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("shape", [(0, 300), (3000, 20), (5000,), ()])

@@ -17,7 +17,7 @@ from demopt.errors import ExchangeError
 from demopt.runs import disk, log
 from demopt.runs import store as store_module
 from demopt.runs.disk import Disk
-from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
+from demopt.runs.failures import TABLE, DeniedError, GoneError, LinkError, StoreError, When, told
 from demopt.runs.stop import put_stop
 from demopt.runs.store import ClosedError, ObjectStore, Patient, open_store
 
@@ -323,6 +323,19 @@ def test_outage_of_one_kind_of_request_is_told_once_while_others_pass(monkeypatc
     assert patient.put_if_absent("checkpoints/2", b"x")
     away, again = said
     assert ("the disk is full" in away, "answers again" in again) == (True, True)
+
+
+def test_outage_that_ends_with_a_refused_delete_hides_no_later_one(monkeypatch):
+    monkeypatch.setattr(store_module, "_TOLD_AFTER", 0.0)
+    said, store = [], Mock(spec=Disk, address="disk", has_end=True)
+    store.delete.side_effect = [StoreError("away"), StoreError("away"), StoreError("no right to delete", at_first=True)]
+    store.put_if_absent.side_effect = [True, StoreError("away"), StoreError("away"), True]
+    patient = Patient(store, patience=1e9, say=said.append)
+    with pytest.raises(DeniedError, match="no right"):
+        patient.delete(["old"])
+    for name in ("a", "b"):
+        assert patient.put_if_absent(name, b"x")
+    assert ["answers again" in each for each in said] == [False, True, False, True]
 
 
 def test_request_that_has_no_end_on_a_disk_is_told_waited_for_and_left_behind_by_a_wish_to_stop(tmp_path, monkeypatch):

@@ -185,15 +185,17 @@ class LocalWeights(Follower):
     def _are_changed(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
         """Whether all were written since, or some moved, and they are not the global ones.
 
-        Of moved ones, as of model.bfloat16(), only if they differ by more than rounding.
+        If some moved, as by model.bfloat16(), only if they differ by more than rounding.
         """
-        if not (is_written := self._are_written(marks)) and not self._are_moved(marks):
+        if not (is_moved := self._are_moved(marks)) and not self._are_written(marks):
             return False
-        near = {"rtol": 0.0, "atol": 0.0} if is_written else {"rtol": 0.01, "atol": 1e-6}
-        return not all(
-            torch.allclose(mine, to_local(self.global_of[local].detach()).to(mine), equal_nan=True, **near)
-            for local, mine in self._local_ones().items()
-        )
+        near = {"rtol": 2.0**-8, "atol": 1e-7} if is_moved else {"rtol": 0.0, "atol": 0.0}
+        for local, mine in self._local_ones().items():
+            weight = to_local(self.global_of[local].detach())
+            rounded = weight.to(mine).to(weight.dtype)  # float8 compares only as another dtype
+            if not torch.allclose(mine.to(weight.dtype), rounded, equal_nan=True, **near):
+                return True
+        return False
 
     @property
     def are_elsewhere(self) -> bool:

@@ -95,7 +95,8 @@ class OpenRound:
         self.waited_for = tuple[str, ...]()  # the workers, last
         self.slept = 0.0  # seconds in which this process did not look for them
         self._longest_request = 0.0  # seconds that requests took at once: of the store, or of this process's sleep
-        self._unreadable = set[str]()  # workers whose message or hello was listed, and not there to be read
+        self._unreadable = set[str]()  # workers whose message was listed, and not there to be read
+        self._unread_hellos = set[str]()  # and those whose hello was
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
@@ -178,7 +179,7 @@ class OpenRound:
     def _wait(self) -> Manifest:
         """Once this worker's message is put: waits for the expected ones, and proposes; returns the round's manifest.
 
-        After a wish to stop it waits for nobody longer than `late`, and twice that for those that decide instead of it.
+        After a wish to stop it waits for nobody longer than `late`, but for those that decide instead of it (`_ODD`).
         """
         run, put_at = self._run, self.put_at
         assert put_at is not None
@@ -256,6 +257,7 @@ class OpenRound:
         """
         if again:
             self._unreadable.clear()
+            self._unread_hellos.clear()
         new = self.untried_messages
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(self._read_hello, worker) for worker in self.untried_hellos]
@@ -272,7 +274,7 @@ class OpenRound:
     def untried_hellos(self) -> list[str]:
         """Those whose hellos were, some at a time, while the round is open."""
         seen = self.seen
-        known = self._false_hellos | self._unreadable | {*self.hellos, self._attached.envelope.worker}
+        known = self._false_hellos | self._unread_hellos | {*self.hellos, self._attached.envelope.worker}
         return sorted(seen.hellos - seen.messages - known)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     @property
@@ -300,7 +302,7 @@ class OpenRound:
             self._false_hellos.add(worker)
         else:
             if seconds is None:
-                self._unreadable.add(worker)
+                self._unread_hellos.add(worker)
             else:
                 self.hellos[worker] = seconds, time.monotonic()
 

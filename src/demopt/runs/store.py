@@ -223,7 +223,7 @@ class Patient(Store):
             raise
         except BaseException:  # it is given up: until another put is answered, say, the user has heard of puts
             if request in self._failing:
-                self._failing |= {kind}
+                self._failing |= {kind} - {"delete"}  # what cannot be deleted may stay
                 self._failing -= {request}
             raise
         self._answered.add(kind)
@@ -236,9 +236,11 @@ class Patient(Store):
         Other requests may pass all the time, as messages on a disk that has no room for a checkpoint.
         """
         self._failing -= {request, kind}
-        if self._away is not None and not self._failing:
-            since, self._away = self._away, None  # at once: requests run in several threads
-            self._reasons.clear()
+        if self._failing:
+            return
+        since, self._away = self._away, None  # at once: requests run in several threads
+        self._reasons.clear()
+        if since is not None:
             self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
 
     def _answer(self, request: _Request[T], kind: str, size: int, damaged: float) -> T:
