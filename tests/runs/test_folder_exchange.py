@@ -716,17 +716,19 @@ def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(wi
     def sleep(seconds):
         time.sleep(seconds)
         waits.set()
-        slept[0] = 300.0 if within == "a pause" else slept[0]
+        if within == "a pause":  # then it waits: shorter ones are no sleep of the process
+            slept[0] += 0.9 if slept[0] else 300.0
 
     def looked(*given):
-        slept[0] = 300.0 if waits.is_set() else 0.0
+        if within == "a request":
+            slept[0] = 300.0 if waits.is_set() else 0.0
         return look(*given)
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0], sleep=sleep)
     monkeypatch.setattr("demopt.runs.open_round.time", clock)
     monkeypatch.setattr(log, "look", looked)
     with waiting(first.round, store):
-        wait_for(lambda: slept[0])
+        wait_for(lambda: slept[0] > (306.0 if within == "a pause" else 0.0))
         second.round()
     if within == "a pause":
         assert first.run.last.waited_for == ("w1",)
