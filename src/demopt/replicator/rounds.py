@@ -182,5 +182,5 @@ class Rounds:
             self.replicator.rollback()
 
     def resync(self, src: int, drop_steps: Callable[[], None]) -> None:
-        """Takes the parameters and outer state of rank `src`. Calls `drop_steps` first, once nothing can be refused."""
+        """Takes the parameters and outer state of rank `src`. Calls `drop_steps` before; not if the call is refused."""
         self.replicator.resync(src, drop_steps)

@@ -95,7 +95,7 @@ class OpenRound:
         self.waited_for = tuple[str, ...]()  # the workers, last
         self.slept = 0.0  # seconds in which this process did not look for them
         self._longest_request = 0.0  # seconds that requests took at once: of the store, or of this process's sleep
-        self._unreadable = set[str]()  # workers whose message was listed, and not there to be read
+        self._unread_messages = set[str]()  # workers whose message was listed, and not there to be read
         self._unread_hellos = set[str]()  # and those whose hello was
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
@@ -256,7 +256,7 @@ class OpenRound:
         `again`: also what was tried in vain before, because listings may run ahead of reads. It may be very much.
         """
         if again:
-            self._unreadable.clear()
+            self._unread_messages.clear()
             self._unread_hellos.clear()
         new = self.untried_messages
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
@@ -280,7 +280,7 @@ class OpenRound:
     @property
     def _there(self) -> set[str]:
         """The workers whose messages were listed, and could be read if that was tried."""
-        return self.seen.messages - self._unreadable
+        return self.seen.messages - self._unread_messages
 
     def _read(self, worker: str) -> int:
         """Reads a message, if what was listed is there; returns its bytes."""
@@ -288,7 +288,7 @@ class OpenRound:
         name, data = log.message_name(number, worker), None
         try:
             if (data := run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)) is None:
-                self._unreadable.add(worker)
+                self._unread_messages.add(worker)
             else:
                 self.add(log.read_message(name, data, run.record.identity, number, worker), log.digest(data))
         except MessageError as error:
