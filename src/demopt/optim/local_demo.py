@@ -35,7 +35,6 @@ from demopt.replicator.session import equalize_weights
 from demopt.replicator.wiring import Facts, Options
 from demopt.state import SavedParameter, check_saved, read_state
 from demopt.validation import check_count, check_number, check_rank, warn
-from demopt.wire.checksum import fingerprint
 from demopt.wire.message import MOST_SAMPLES
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
@@ -382,25 +381,20 @@ class LocalDeMo(ReplicatedOptimizer):
         if is_first:
             look_at_models(self)
         weights.begin()
-        frozen = [*parts_of(each for each in weights.parameters if each not in weights.global_of)]
-        compared = weights.here(frozen)
         self.mistakes.look_at_loaded()
-        hashed = fingerprint(compared) if self._rounds.in_folder else None
+        frozen = [each for each in weights.parameters if each not in weights.global_of]
+        is_start = is_first and not int(replicator.round_number)  # later they may differ, as MoCo's momentum encoders
+        hashed = weights.fingerprint(frozen) if is_start or self._rounds.in_folder else 0
         had_start = bool(weights.start_of)
         has_taken = self._rounds.join(hashed)  # a run's weights may replace the global ones; local weights then follow
         if not (had_start or replicator.is_open):  # it was held for others' moves, and none came
             weights.start_of = {}
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
-        try:
-            if is_first and not int(replicator.round_number):  # later they may differ, as MoCo's momentum encoders
-                exchange = replicator.session.exchange
-                with exchange.paused():
-                    equalize_weights(exchange, compared, replicator.wiring().device)
-        finally:  # also after its warning
-            for mine, theirs in zip(frozen, compared, strict=True):
-                if mine is not theirs:
-                    mine.copy_(theirs)
+        if is_start:
+            exchange = replicator.session.exchange
+            with exchange.paused():
+                equalize_weights(exchange, [*parts_of(frozen)], hashed, replicator.wiring().device)
         if has_taken:
             self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
             self._note_gradients([parameter.grad for parameter in weights.parameters])

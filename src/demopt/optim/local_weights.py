@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from demopt.exchange.dtensor import forget_gathered, like_on, to_local
+from demopt.exchange.dtensor import forget_gathered, like_on, parts_of, to_local
 from demopt.interrupts import uninterrupted
 from demopt.optim.staging import Staging
 from demopt.replicator.replicator import Round
@@ -110,8 +110,8 @@ class LocalWeights(Follower):
         return bool(self.steps_since or self.start_of)
 
     def fingerprint(self, weights: Sequence[Tensor]) -> int:
-        """Returns a hash of some local weights."""
-        return fingerprint(self.here([to_local(each.detach()) for each in weights]))
+        """Returns a hash of some local weights, one by one: a frozen base may be larger than the host's memory."""
+        return fingerprint(here for part in parts_of(weights) for here in self.here([part.detach()]))
 
     def _hash_of_global(self) -> int:
         return fingerprint([to_local(each.detach()) for each in self.global_of.values()])

@@ -124,7 +124,7 @@ class Session:
                 named = gather_values(exchange, names_of(wiring.groups), device)
                 for rank, names in enumerate(named):
                     check_order(f"rank {rank} has", "rank 0", named[0], names)
-                equalize_weights(exchange, tensors, device)
+                equalize_weights(exchange, tensors, fingerprint(tensors), device)
         self._order = order
 
     def _take_number(self, told: list[list[int]]) -> None:
@@ -256,14 +256,14 @@ def varies(tensor: Tensor) -> bool:
 # Weights
 
 
-def equalize_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
-    """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns.
+def equalize_weights(exchange: Exchange, tensors: list[Tensor], hashed: int, device: torch.device) -> None:
+    """If tensors differ between ranks, as their fingerprint `hashed` tells, copies rank 0's to all ranks; rank 0 warns.
 
     SettingsError if those of a rank are of other shapes, or rank 0's in another order.
     """
     # only of frozen ones: those that train have been compared
     facts = {f"frozen parameter {n}": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
-    fingerprints = check_alike(exchange, facts, device, fingerprint(tensors))
+    fingerprints = check_alike(exchange, facts, device, hashed)
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if not differing:
         return

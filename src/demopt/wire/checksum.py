@@ -5,6 +5,7 @@ the product would cost another pass over the message. It guards against accident
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def combined(sums: Tensor, without: tuple[int, Tensor] | None = None) -> Tensor:
     return sums.squeeze(-1)
 
 
-def fingerprint(tensors: list[Tensor]) -> int:
+def fingerprint(tensors: Iterable[Tensor]) -> int:
     """Returns a number in [0, 2**64) that depends on every bit of the tensors and on their order."""
     sums = []
     for tensor in tensors:
