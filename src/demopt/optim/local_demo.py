@@ -464,17 +464,20 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.stats = Stats(route=self.replicator.stats.route)
         if self._end_open_round():  # and with it the run
             return
-        spent = Stats() if background else self.replicator.stats  # by rounds that have ended in this step
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not of a worker that only asks what to read
             self._warn_unless_trained(compared=not self._rounds.in_folder)
-        again = True
+        if background:
+            with self._rounds.settled():
+                sends = self._weights.are_elsewhere  # then the host is free for it
+                if self._extract(sends).work is None:
+                    self.replicator.send()
+            return
+        spent, again = self.replicator.stats, True  # by rounds that have ended in this step
         while again:  # late twice in a row: the error is sent at once, as much as before; D is 0 without local steps
             with self._rounds.settled():
-                current = self._extract(sends=background and self._weights.are_elsewhere)  # the host is free for it
-                again = not background and self._rounds.exchange_and_apply()
-                if background and current.work is None:
-                    self.replicator.send()
+                self._extract()
+                again = self._rounds.exchange_and_apply()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
 
     def _end_open_round(self) -> bool:

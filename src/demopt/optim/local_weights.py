@@ -217,12 +217,13 @@ class LocalWeights(Follower):
     @uninterrupted()
     def follow(self, current: Round, before: Stage) -> None:
         """A round has left "extracted", or a later stage: local weights move by the table."""
+        has_left = before != "extracted"  # D has left the weights: local steps since are the next round's
         if current.stage == "applied":
-            if before == "extracted" or not self.steps_since:  # with steps since, `land` or the next round moves them
+            if not (has_left and self.steps_since):  # otherwise `land`, or the next round, moves them
                 self.adopt()
             return
-        if before != "extracted":
-            self.start_of |= self._kept_starts(current, {})  # D has left the weights, but for what was not extracted
+        if has_left:
+            self.start_of |= self._kept_starts(current, {})  # of what was not extracted
             return
         steps, self.steps_since = self.steps_since, 0  # only the error has D from now on
         try:

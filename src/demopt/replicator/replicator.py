@@ -413,7 +413,7 @@ class Replicator:
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
             result = current.result = read_result(current.wiring.route, messages)
-        if result.skipped is not None:  # checked already
+        if result.checked:
             return result
         flags, decoded = current.wiring.route.check(result, current.header)
         headers = result.headers
@@ -421,7 +421,7 @@ class Replicator:
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
             if drifted or current.differing_copies:
                 raise DriftError(headers[0].round_number, drifted, current.differing_copies)
-        result.decoded, result.skipped = decoded, bool(flags & NONFINITE)
+        result.decoded, result.checked, result.skipped = decoded, True, bool(flags & NONFINITE)
         return result
 
     @uninterrupted()
@@ -448,7 +448,7 @@ class Replicator:
         self.round = None
         self.round_number.add_(1)
         self.enter_stage(current, "skipped" if result.skipped else "applied")
-        self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
+        self.stats = current.stats.timed("apply", started, skipped=result.skipped)
         self._count_skips(result)
         _warn_of_dropped(left)
 

@@ -82,7 +82,7 @@ def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
         raise MessageError(error.reason) from None
     if flags & NONFINITE:
         raise MessageError("its gradient was not finite")
-    result.skipped = False
+    result.checked = True
     return result
 
 
@@ -90,11 +90,11 @@ def join_results(wiring: Wiring, results: Sequence[Result]) -> Result:
     """Joins checked messages, each a row; of none, a round that changes nothing."""
     if not results:
         empty = torch.empty(0, wiring.route.widths[0], dtype=torch.uint8, device="cpu")
-        return Result(empty, empty._version, [], skipped=True)
+        return Result(empty, empty._version, [], checked=True, skipped=True)
     messages = torch.cat([each.messages for each in results])
     headers = [each.headers[0] for each in results]
     decoded = [Coefficients.cat(parts, dim=0) for parts in zip(*(each.decoded for each in results), strict=True)]
-    return Result(messages, messages._version, headers, decoded, skipped=False)
+    return Result(messages, messages._version, headers, decoded, checked=True)
 
 
 class Rounds:

@@ -42,7 +42,8 @@ class Result:
     version: int  # of the bytes of `messages`: a change in place raises torch's counter
     headers: list[RawHeader]
     decoded: Any = None
-    skipped: bool | None = None  # a gradient was not finite, or a folder's round has no sender; None: not checked yet
+    checked: bool = False
+    skipped: bool = False  # a gradient was not finite, or a folder's round has no sender
 
     @property
     def tensors(self) -> Iterator[Tensor]:

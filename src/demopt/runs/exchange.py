@@ -283,7 +283,7 @@ class FolderExchange(VaryingExchange):
         """
         self.round_began = time.monotonic()
         if ahead is None:
-            ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
+            ahead = 2 ** min(self.late_again - 1, 9) if self.late_again else 0
         seconds = min(seconds + self.seconds_needed, LONGEST)
         if seconds == LONGEST:
             self.say_once(f"this worker needs more than {LONGEST:.0f} s to be there, and no other waits longer")
@@ -372,27 +372,27 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
-        return Attached(
-            envelope, self.decided, self.round_began, in_message=self.unsent, of_steps=self.unsent - self.in_error
-        )
+        return Attached(envelope, self.decided, self.round_began, unsent=self.unsent, in_error=self.in_error)
+
+    @property
+    def late_again(self) -> int:
+        """The rounds in a row that have left it out, but for the first: that is in the seconds that it measured."""
+        return max(self.left_out - 1, 0)
 
     @property
     def seconds_needed(self) -> float:
-        """The seconds that this worker needs for a round, as it says: twice as many each time that it is left out.
-
-        Not the first time in a row: that is in the seconds that it measured.
-        """
-        needed = max(self._needed, default=0.0) * 2.0 ** min(max(self.left_out - 1, 0), 64)
+        """The seconds that this worker needs for a round, as it says: twice as many each time it is `late_again`."""
+        needed = max(self._needed, default=0.0) * 2.0 ** min(self.late_again, 64)
         return round(min(needed, LONGEST), 3)
 
     def unsent_after(self, current: Round, is_listed: bool = False) -> tuple[int, int]:
         """Returns `unsent` and `in_error` after a round."""
-        attached = current.attached
+        sent = current.attached
         if not current.finite:  # its local steps are dropped, the error is as before
-            return self.unsent - attached.of_steps, self.in_error
+            return self.unsent - (sent.unsent - sent.in_error), self.in_error
         if is_listed:  # those of local steps since remain
-            return self.unsent - attached.in_message, 0
-        return self.unsent, attached.in_message  # which is all in the error
+            return self.unsent - sent.unsent, 0
+        return self.unsent, sent.unsent  # which is all in the error
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
@@ -532,7 +532,7 @@ class FolderExchange(VaryingExchange):
         return self.stopping or self.is_complete
 
     @property
-    def goes_on(self) -> bool:
+    def wants_next_round(self) -> bool:
         """Whether this worker wants a next round, as it is now; its last message may have said otherwise."""
         return not (self.leaving or self.asked_to_stop() or self.is_over)
 

@@ -29,7 +29,7 @@ _MOST_HELLOS = 64  # that are read at one look: a stranger may put many
 _ASLEEP = 1.0  # seconds that a pause takes too long, from which on the process slept, and others may wait for it
 _EARLY = 0.8  # of the time until a message is due, before it is looked for
 _STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
-_SEEN = 1.0  # seconds after which a message that is there must have been listed by all
+_SEEN = 1.0  # seconds after which all must have listed a message that is there
 _ODD = 5.0  # seconds, at least, in which those with the same weights as most decide
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
@@ -53,8 +53,8 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    in_message: int = 0  # sequences, of the error and of local steps
-    of_steps: int = 0  # those of local steps
+    unsent: int = 0  # sequences in the message: of the error and of local steps
+    in_error: int = 0  # those of the error
     is_resumed: bool = False  # from before a restart
 
 
@@ -113,29 +113,27 @@ class OpenRound:
             self.add(self.mine, log.digest(self.mine.packed()))
             self.read_new()  # what the look beside the put has found: who comes last decides without another one
             manifest = self._wait()
-        known_at = self.known_at or time.monotonic()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
-        row, mine = as_listed(self.mine, manifest)
+        row, sent = as_listed(self.mine, manifest)
         ended: Ending = "complete"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:
             result, ended = join_results(self._wiring, []), "covered"  # which comes instead
-        if mine.weights is not None and manifest.weights not in (None, mine.weights):
+        if sent.weights is not None and manifest.weights not in (None, sent.weights):
             ended = "drifted"
-        left_out = row is None and mine.worker not in manifest.refused
+        left_out = row is None and sent.worker not in manifest.refused
         if row is None and not left_out:
-            run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        was_there = self.put_at is not None and self.seen_open_at - self.put_at > _SEEN  # a second of the open round
-        overlooked = left_out and was_there and bool(manifest.senders)
+            run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[sent.worker]}")
+        overlooked = left_out and self._was_seen and bool(manifest.senders)
         waited = time.monotonic() - began - self.slept
         for_a_request = 2 * self._longest_request > waited  # for the most part
         return FolderOutcome(
-            row, result, ended=ended, manifest=manifest, envelope=mine, left_out=left_out,
+            row, result, ended=ended, manifest=manifest, envelope=sent, left_out=left_out,
             needed=ready_at - self._attached.round_began,
             waited=waited, waited_for=() if for_a_request else self.waited_for, slept=self.slept,
-            overlooked=overlooked, known_at=known_at,
+            overlooked=overlooked, known_at=self.known_at,
         )  # fmt: skip
 
     def _send(self) -> Manifest | None:
@@ -208,7 +206,9 @@ class OpenRound:
                     run.together([run.require_run, self._require_round_before])
                 self.waited_for = missing or self.waited_for
                 hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
-                return run.propose(log.draft(author, self._attached.decided, self.valid, self.refused, hellos))
+                proposed = run.propose(log.draft(author, self._attached.decided, self.valid, self.refused, hellos))
+                self.known_at = time.monotonic()
+                return proposed
             if (manifest := self.read_manifest()) is not None:
                 return manifest
 
@@ -216,6 +216,11 @@ class OpenRound:
     def _is_odd_one(self) -> bool:
         """Whether more workers have other weights than have this one's: then one of them decides, not this one."""
         return sum(reason == _OTHER_WEIGHTS for reason in self.refused.values()) > len(self.valid)
+
+    @property
+    def _was_seen(self) -> bool:
+        """Whether this worker's message was there for so long, while the round was open, that all have listed it."""
+        return self.put_at is not None and self.seen_open_at - self.put_at > _SEEN
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps, and notes it if that took much longer: then the whole process was asleep."""
@@ -317,8 +322,7 @@ class OpenRound:
             if sent.before != log.digest_of(self._attached.decided):
                 self._run.say_that_copies_part()
                 raise MessageError("it follows another manifest of the round before")
-            mine = self._attached.envelope
-            if None not in (mine.weights, sent.weights) and sent.weights != mine.weights:
+            if None not in (self.mine.weights, sent.weights) and sent.weights != self.mine.weights:
                 raise MessageError(_OTHER_WEIGHTS)
             self.results[digest] = check_message(self._wiring, self._header, tensor_of(sent.body))
         except MessageError as error:

@@ -115,7 +115,7 @@ class FolderRounds(Rounds):
     def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         super().__init__(replicator)
         self.run, self.moments = run, moments
-        self._is_behind = False  # rounds may have been decided without this worker, and are not applied
+        self._may_be_behind = False  # rounds may have been decided without this worker, and not be applied
 
     @property
     def _number(self) -> int:
@@ -154,7 +154,7 @@ class FolderRounds(Rounds):
                 if run.role == "joining":
                     self._drop_if_sent_since(run.sent_from)
         run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
-        self._is_behind = False
+        self._may_be_behind = False
         if run.stopping:
             run.take_back_hellos(self._number)
         else:
@@ -219,7 +219,7 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), in_message=sequences, is_resumed=True)
+        attached = Attached(envelope, before, round_began=time.monotonic(), unsent=sequences, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -267,7 +267,7 @@ class FolderRounds(Rounds):
         if not self.has_joined:
             self.join()
         self.run.drop_steps()  # only now, because a state's message may have come first
-        self._is_behind = True  # also after an error, which may leave the weights of an older round
+        self._may_be_behind = True  # also after an error, which may leave the weights of an older round
         with self.replicator.follower.moved_by_others():
             self.take(self._newest_checkpoint(least=0))
         self._catch_up()
@@ -278,7 +278,7 @@ class FolderRounds(Rounds):
         may_end = not self.run.is_over  # a trainer may go on after the end
         if self.replicator.is_open:
             self.exchange_and_apply()
-        elif self._is_behind:  # an error has ended the catch-up
+        elif self._may_be_behind:  # an error has ended the catch-up
             self._catch_up()
         if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
             self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
@@ -291,9 +291,9 @@ class FolderRounds(Rounds):
         whether to send the message's content at once: a worker that is always late would never be in a round.
         """
         current = self._exchange_and_end()
-        if self._is_behind:
+        if self._may_be_behind:
             self._catch_up()
-        return self.run.left_out > 1 and self.run.goes_on and current.finite
+        return self.run.late_again > 0 and self.run.wants_next_round and current.finite
 
     def _exchange_and_end(self) -> Round:
         """The same, but for the catch-up: within `join` that comes anyway. Returns the round."""
@@ -302,14 +302,14 @@ class FolderRounds(Rounds):
         try:
             messages = self.replicator.exchange()
         except ForkedError as error:  # it drops what was sent
-            self._is_behind = True  # also if another error keeps it on the fork
+            self._may_be_behind = True  # also if another error keeps it on the fork
             with self.replicator.follower.moved_by_others():
                 self._leave_fork(error, log.digest_of(self.run.decided))
         else:
             self._end(current, messages)
-        if not self.run.goes_on:
+        if not self.run.wants_next_round:
             self.run.take_back_hellos(self._number)
-        if not self._is_behind:
+        if not self._may_be_behind:
             self._save_if_due()
         return current
 
@@ -325,10 +325,10 @@ class FolderRounds(Rounds):
                 except DriftError:  # what was sent has left the momentum
                     run.unsent, run.in_error = run.unsent_after(current, is_listed)
                     raise
-                self._is_behind = not is_listed  # later rounds may be decided already
+                self._may_be_behind = not is_listed  # later rounds may be decided already
             else:
                 replicator.mark_applied()
-                self._is_behind = outcome.ended == "covered"  # after a drift the user calls `resync`
+                self._may_be_behind = outcome.ended == "covered"  # after a drift the user calls `resync`
             run.unsent, run.in_error = run.unsent_after(current, is_listed)
             run.note_outcome(outcome)
         if outcome.ended == "drifted":
@@ -344,7 +344,7 @@ class FolderRounds(Rounds):
         run, last = self.run, self.run.last
         if last is None:
             return
-        if (last.envelope.leaves or run.stopping) and last.row in (None, 0) and run.manifest(self._number) is None:
+        if (last.envelope.leaves or run.is_over) and last.row in (None, 0) and run.manifest(self._number) is None:
             self.save()  # no others have gone on
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
@@ -363,11 +363,11 @@ class FolderRounds(Rounds):
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
         with self.replicator.follower.moved_by_others():
             self._follow_run()
-        if self.run.goes_on:
+        if self.run.wants_next_round:
             self.run.hello(self._number)
         else:
             self.run.take_back_hellos(self._number)  # those ahead
-        self._is_behind = False
+        self._may_be_behind = False
         self._save_if_due()
 
     @uninterrupted()
@@ -397,7 +397,7 @@ class FolderRounds(Rounds):
             except CoveredError:
                 if not asks:
                     return
-                if load_seconds and run.goes_on:  # while it took the last one, its messages have gone, too
+                if load_seconds and run.wants_next_round:  # while it took the last one, its messages have gone, too
                     run.say_once(
                         f"the weights take {load_seconds:.0f} s to come, and the messages after them are gone by then: "
                         "the others are asked to wait (the run's --checkpoint-every is small for this link)"
@@ -410,7 +410,7 @@ class FolderRounds(Rounds):
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
                 rounds += 1
-                if asks and rounds > 3 and not rounds & (rounds - 1) and run.goes_on:
+                if asks and rounds > 3 and not rounds & (rounds - 1) and run.wants_next_round:
                     run.hello_ahead(self._number, (time.monotonic() - began) / rounds)
 
     def next_manifest(self) -> Manifest | None:
@@ -495,8 +495,8 @@ class FolderRounds(Rounds):
         unsent = run.unsent if current is None else run.unsent_after(current)[0]
         message, in_message = None, 0
         if current is not None and current.finite and current.message is not None:
-            message, in_message = envelope_of(current.attached, current.message), current.attached.in_message
-        reads = run.given_out if self._is_behind else run.unsent_reads  # by the manifest of these weights
+            message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
+        reads = run.given_out if self._may_be_behind else run.unsent_reads  # by the manifest of these weights
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
@@ -510,7 +510,7 @@ class FolderRounds(Rounds):
 
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
-        run, self._is_behind = self.run, False
+        run, self._may_be_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
         run.role, run.given_out, run.unsent, run.in_error = "outside", set(), 0, 0
         if saved is not None:

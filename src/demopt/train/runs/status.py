@@ -139,7 +139,7 @@ def _seconds_between(one: str, other: str) -> float | None:
 def sequences_so_far(store: Store, run: str, last: Manifest | None) -> int:
     """Returns the sequences of all messages up to a manifest: its own, and those that its senders know of before."""
     while last is not None and not last.senders:  # it moved nothing
-        last = log.read_manifest(store, run, last.round - 1)
+        last = log.read_manifest(store, run, last.round - 1) if last.round else None
     notes = [numbers_of(sender.note) for sender in last.senders] if last else []
     before = statistics.median_high(note.get("before", 0) for note in notes) if notes else 0
     return int(before + sum(note.get("sequences", 0) for note in notes))
