@@ -16,7 +16,7 @@ import demopt
 import problems
 import ranks
 from demopt.errors import MessageError, SettingsError
-from demopt.state import separated, share_of, unmarked
+from demopt.state import consolidated, separated, share_of, unmarked
 
 
 @functools.cache
@@ -83,12 +83,20 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
         assert torch.equal(new[0]["exp_avg"], old[0]["exp_avg"])
         assert torch.equal(new[1]["exp_avg"], old[2]["exp_avg"])
         assert {int(entry["local_steps"]) for entry in new} == {2}
-    # local weights that are not finite drop the steps of their rank alone
-    first = before[0]["state"][0]
-    for local in (first.get("start", first["global"]), first["local"] + torch.inf):
-        first["local"] = local
-        after.append(demopt.reshard(before, 1)[0])
-    assert torch.equal(after[-1]["state"][0]["local"], after[-2]["state"][0]["local"])
+    # local weights that are not finite drop all steps of their rank, and of that alone
+    dropped = copy.deepcopy(before)
+    for entry in dropped[0]["state"].values():
+        entry["local"] = entry.get("start", entry["global"])
+    before[0]["state"][0]["local"] += torch.inf
+    new, expected = (demopt.reshard(states, 1)[0]["state"] for states in (before, dropped))
+    assert all(torch.equal(new[number]["local"], entry["local"]) for number, entry in expected.items())
+
+
+def test_consolidated_state_keeps_what_a_rank_has_of_a_parameter_of_which_the_saving_rank_has_nothing():
+    mine, other = ({"state": state["state"], "param_groups": []} for state in _states(2))
+    mine = {**mine, "state": {number: entry for number, entry in mine["state"].items() if number}}
+    found = separated(consolidated({0: mine, 1: other}, mine))
+    assert found[1]["state"].keys() == other["state"].keys() > found[0]["state"].keys()
 
 
 def test_reshard_refuses_states_that_are_not_those_of_all_ranks():

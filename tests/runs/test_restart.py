@@ -118,6 +118,22 @@ def test_message_that_a_state_does_not_know_counts_once_if_an_error_ends_the_fir
     assert set(counts) == {1.0}, counts
 
 
+def test_steps_after_a_join_that_an_error_has_ended_are_not_dropped_with_those_before_it():
+    bare = ObjectStore()
+    other, dies = Counter(bare, 0), Counter(bare, 1)
+    steps(other, dies, dies, dies)
+    again = Counter(bare, 1, 0, dies.state(), dies.taken + 1)
+    dies.step()  # the message that the state does not know
+    with patch.object(again.run, "hello", side_effect=ExchangeError("away")), pytest.raises(ExchangeError):
+        again.join()
+    with patch.object(again.optimizer, "step", again.optimizer.local_step):
+        again.step()
+    again.join()
+    steps(again, again)
+    _, counts = times_applied(bare, [other, again])
+    assert set(counts) == {1.0}, counts
+
+
 def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_each_step_counts_once():
     store, (late, other) = counters()
     steps(late, late, *[other] * 6)

@@ -10,7 +10,7 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -385,10 +385,7 @@ class LocalDeMo(ReplicatedOptimizer):
         frozen = [each for each in weights.parameters if each not in weights.global_of]
         is_start = is_first and not int(replicator.round_number)  # later they may differ, as MoCo's momentum encoders
         hashed = weights.fingerprint(frozen) if is_start or self._rounds.in_folder else 0
-        had_start = bool(weights.start_of)
         has_taken = self._rounds.join(hashed)  # a run's weights may replace the global ones; local weights then follow
-        if not (had_start or replicator.is_open):  # it was held for others' moves, and none came
-            weights.start_of = {}
         # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
         # round, where nothing compares frozen weights.
         if is_start:
@@ -482,6 +479,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
+        if self.replicator.is_open:
+            self._weights.hold_start()
         with self._rounds.settled():
             return self._rounds.end_open_round()
 
@@ -512,14 +511,14 @@ class LocalDeMo(ReplicatedOptimizer):
             groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
         return groups
 
-    def _follow_changes(self, saved: Collection[Tensor] = ()) -> bool:
+    def _follow_changes(self) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
         """
         self._weights.parameters = self._parameters()
-        self._weights.create(saved)
-        if saved or self.replicator.round is None:  # loading forgets a round
+        self._weights.create()
+        if self.replicator.round is None:
             self._weights.widen()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
@@ -695,7 +694,9 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self._follow_changes(saved=saved_of)
+            self._weights.create(saved_of)
+            self._weights.widen()  # loading forgets a round
+            self._follow_changes()
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
             self._weights.restore({local: saved.ours for local, saved in saved_of.items()})

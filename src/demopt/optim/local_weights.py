@@ -7,7 +7,7 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 |---|---|---|---|---|
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
 | applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round has it |
-| covered by a checkpoint, in a folder | the checkpoint's | global | if sent, b (e + T(D) - a sent) | in both |
+| covered by a checkpoint, in a folder | the checkpoint's | global | if listed, b (e + T(D) - a sent) | in both |
 | drifted, in a folder | `resync` takes the run's | global | if listed, as applied | in the others' and e |
 | skipped (few sent), failed, left open | as before | as before; so is start | e + T(D) | in e: a later round has it |
 | the same, where D was not finite | as before | global | as before | dropped, by this rank alone |
@@ -266,7 +266,7 @@ class LocalWeights(Follower):
                     self.land()
                 elif has_moved:
                     self.adopt()
-                elif not (had_start or self.steps_since):  # with steps a round may be open, as after a restart
+                elif not had_start:
                     self.start_of = {}
 
     def hold_start(self) -> None:

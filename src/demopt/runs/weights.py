@@ -144,7 +144,6 @@ class FolderRounds(Rounds):
         started, before = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator))
         if started:
             run.given_out.clear()  # of a state of another run; what is in the message of that is in the error
-            run.in_error = max(run.in_error, run.restored.in_message if run.restored else 0)
             run.restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
@@ -237,6 +236,7 @@ class FolderRounds(Rounds):
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
             )
             self._drop_unsent()
+            run.sent_from = self._number + 1  # if an error ends the join below, later steps are not dropped, too
 
     @uninterrupted()
     def _drop_unsent(self) -> None:
@@ -492,7 +492,7 @@ class FolderRounds(Rounds):
             return replace(run.restored, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
-        unsent = run.unsent if current is None else run.unsent_after(current)[0]
+        unsent, in_error = (run.unsent, run.in_error) if current is None else run.unsent_after(current)
         message, in_message = None, 0
         if current is not None and current.finite and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
@@ -502,7 +502,7 @@ class FolderRounds(Rounds):
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
         return SavedWorker(
             run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(reads),
-            sent_from=sent_from, unsent=unsent, in_message=in_message, in_error=run.in_error,
+            sent_from=sent_from, unsent=unsent, in_message=in_message, in_error=in_error,
         ).entry()  # fmt: skip
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
