@@ -760,6 +760,26 @@ def test_group_put_into_the_list_of_groups_trains():
     assert len(optimizer.state_dict()["param_groups"]) == 2
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("at", [4, 5])  # right after a round, and between two
+def test_parameters_put_into_other_groups_in_another_order_train_as_before(at, delay):
+    found = []
+    for cut in ([0, 1, 2], [2, 0], [2], [1, 2]):  # of the first group; the others have a second one
+        parameters = problems.parameters([(16, 16), (16, 8), (16, 16)])
+        optimizer = LocalDeMo(problems.SGD(parameters), sync_every=2, delay=delay, chunk=16)
+        train(optimizer, range(at))
+        group = optimizer.param_groups[0]
+        group["params"] = [parameters[number] for number in cut]
+        if rest := [parameter for number, parameter in enumerate(parameters) if number not in cut]:
+            optimizer.param_groups.append({**group, "params": rest})
+        for step in range(at, at + 4):
+            problems.set_gradients(parameters, step)
+            optimizer.step()
+        optimizer.flush()
+        found.append([parameter.detach() for parameter in parameters])
+    assert all(problems.same(found[0], each) for each in found[1:])
+
+
 def test_names_that_are_fewer_than_parameters_are_told():
     optimizer = LocalDeMo(torch.optim.SGD(torch.nn.Linear(4, 4).named_parameters(), lr=0.1))
     optimizer.param_groups[0]["params"].append(Parameter(torch.zeros(4)))

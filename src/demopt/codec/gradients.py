@@ -127,7 +127,9 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         is_dense = parameter.layout == torch.strided and not parameter.is_quantized
         kind = dtype if parameter.layout == torch.strided else parameter.layout
         if parameter.requires_grad and not (is_dense and parameter.is_floating_point() and dtype.itemsize > 1):
-            raise TypeError(f"a parameter of shape {shape} is {kind}; DeMo trains real floats, 16 bits or more, dense")
+            remedy = ": make it of torch.view_as_real, and call torch.view_as_complex in forward" * dtype.is_complex
+            told = f"is {kind}; DeMo trains real floats, 16 bits or more, dense{remedy}"
+            raise TypeError(f"a parameter of shape {shape} {told}")
         if parameter.requires_grad and parameter.is_cpu and is_made_of_others(to_local(parameter)):
             made = f"is a {type(to_local(parameter)).__name__}, which is made of other tensors"
             raise TypeError(f"a parameter of shape {shape} {made}: on a CPU DeMo trains plain ones, so freeze it")

@@ -522,6 +522,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.widen()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
+            self._weights.put_in_order()  # the same on all ranks
             self.replicator.groups[:] = self._replicated_groups()
         return begins or bool(self._weights.narrow)
 

@@ -70,13 +70,17 @@ class LocalWeights(Follower):
         self.require_unmoved()
         known = self.global_of
         wanted = [each for each in self.parameters if each.requires_grad or each in known or each in saved]
-        if len(wanted) > len(known):  # in the order of the parameters, which is the same on all ranks
+        if len(wanted) > len(known):
             self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
             sizes = {local: to_local(local.detach()).numel() for local in wanted}
             # a small one, but of so many elements that no other weights have the same
             self._one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)))
         for local, global_weight in self.global_of.items():
             global_weight.requires_grad_(local.requires_grad)
+
+    def put_in_order(self) -> None:
+        """Puts the global weights into the order of the parameters, as the replicator's groups are made anew."""
+        self.global_of = {local: self.global_of[local] for local in self.parameters if local in self.global_of}
 
     @property
     def narrow(self) -> dict[torch.nn.Parameter, torch.dtype]:
