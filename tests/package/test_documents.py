@@ -107,6 +107,17 @@ def test_drawings_are_what_their_script_draws():
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").iterdir()}
 
 
+def test_words_fit_into_the_boxes_of_the_drawings():
+    drawings, boxes = runpy.run_path(str(ROOT / "docs" / "drawings.py")), []
+    box = drawings["Drawing"].box
+    drawings["Drawing"].box = lambda *given: boxes.append(given[3:]) or box(*given)
+    for draw in drawings["DRAWINGS"].values():
+        draw()
+    for width, _, lines, *_ in boxes:
+        for size, line in zip((15, 13, 13), lines.split("\n"), strict=False):
+            assert 0.55 * size * len(line) + 8 <= width, line  # the width of a letter in a wide font
+
+
 @pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
 def test_public_names_have_a_docstring_with_an_example(module, name):
     thing = getattr(module, name)

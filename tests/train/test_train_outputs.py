@@ -241,5 +241,8 @@ def test_the_picture_shows_all_curves_and_survives_runs_without_losses():
     lines = [each for each in tree if each.tag.endswith("polyline")]
     assert [len(line.get("points").split()) for line in lines] == [333, 10, 334, 334]
     assert "1000 rounds" in "".join(tree.itertext())
+    frames, colors = [each for each in tree if each.tag.endswith("rect")], {line.get("stroke") for line in lines}
+    names = [each for each in tree if colors & {part.get("fill") for part in each.iter()}]
+    assert all(float(name.get("y")) < float(frame.get("y")) for name, frame in zip(names, frames, strict=True))
     for few in ([row_of(1, loss=None)], [row_of(1)]):
         ElementTree.fromstring(report.svg(few, "few"))

@@ -196,18 +196,17 @@ def svg(rows: Sequence[Row], title: str) -> str:
 
 
 def _panel(top: int, limits: tuple[float, float], text: Callable[[float], str], curves: list[Curve]) -> list[str]:
-    """Returns the frame of a panel, with its limits and its middle, and the curves with their names in the corner."""
+    """Returns the frame of a panel, with its limits and its middle, and the curves with their names above it."""
     parts = [f'<rect x="{EDGE}" y="{top}" width="{WIDE}" height="{HIGH}" fill="none" stroke="#999"/>']
     low, span = limits[0], limits[1] - limits[0]
     for part in (0.0, 0.5, 1.0):
         y = top + HIGH * (1 - part) + 4
         parts.append(f'<text x="{EDGE - 6}" y="{y:.0f}" text-anchor="end">{escape(text(low + part * span))}</text>')
-    for place, (name, color, points) in enumerate(curves):
+    for _, color, points in curves:
         way = " ".join(f"{x:.1f},{top + HIGH * (1 - (y - low) / (span or 1.0)):.1f}" for x, y in points)
         parts.append(f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-        y = top + 18 + 16 * place
-        parts.append(f'<text x="{EDGE + WIDE - 8}" y="{y}" text-anchor="end" fill="{color}">{name}</text>')
-    return parts
+    names = "\u2003".join(f'<tspan fill="{color}">{name}</tspan>' for name, color, _ in curves)
+    return [*parts, f'<text x="{EDGE + WIDE}" y="{top - 8}" text-anchor="end">{names}</text>']
 
 
 def _thinned(points: Points) -> Points:
