@@ -221,7 +221,7 @@ def of_count(text: str) -> Model:
         wanted = f"a number of parameters from 1 to {MOST_PARAMETERS:,}, such as 124400000, 300M or 1.2B"
         raise InputError(f"--params is {text!r}; give {wanted}")
     matrix = nn.Parameter(torch.empty(64, 64 * -(-count // 4096), device="meta"))
-    return f"{count:,} parameters in full chunks", nn.ParameterList([matrix]), count
+    return f"{count:,} parameters, as one matrix", nn.ParameterList([matrix]), count
 
 
 def of_config(config: TrainConfig) -> Model:

@@ -22,6 +22,7 @@ import demopt.integrations.torchft
 import forked
 import problems
 from demopt.cli import build_app
+from demopt.train.out import OutFolder
 from laboratory.compare.__main__ import compare
 from laboratory.compare.studies import chosen
 
@@ -105,6 +106,11 @@ def test_drawings_are_what_their_script_draws():
     drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["DRAWINGS"]
     drawn = {f"{name}.svg": draw().text() for name, draw in drawings.items()}
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").iterdir()}
+
+
+def test_files_that_a_run_writes_are_in_the_documents():
+    text, written = (ROOT / "docs" / "train.md").read_text(encoding="utf-8"), OutFolder(ROOT).written
+    assert not {place.name for place in written if f"`{place.name}`" not in text} - {"tensorboard", "wandb"}  # trackers
 
 
 def test_words_fit_into_the_boxes_of_the_drawings():

@@ -53,6 +53,7 @@ def test_config_of_a_run_gives_both_optimizers_their_settings(command, monkeypat
 )
 def test_verdict_names_the_method_to_take(command, flags, told, seconds):
     shown = command("plan", "--params", "124M", "--workers", 4, "--step-seconds", 2.1, *flags.split()).splitlines()
+    assert shown[0] == "124,000,000 parameters, as one matrix"
     assert shown[1].startswith(told)
     row = [line.split() for line in shown if line.split()[:1] == ["4"]][-1]
     assert row[-4:] == seconds.split()  # DDP, DDP bf16, DeMo, LocalDeMo
