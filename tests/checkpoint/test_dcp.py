@@ -21,6 +21,7 @@ import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.exchange import SingleRank
+from demopt.exchange.dtensor import to_local
 from demopt.state import unmarked
 
 
@@ -107,11 +108,13 @@ def test_more_or_fewer_parameters_than_in_a_checkpoint_are_told_as_such(tmp_path
 
 
 def _sharded(rank, world_size, kind, folder, save, shards=2):
-    """The unsent part of each parameter's shard, and the bits of the shards four steps later."""
-    mesh = init_device_mesh("cpu", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    """The unsent part of each parameter's shard, and the bits of the shards four steps later. 0 shards: no FSDP2."""
+    replicas = world_size // (shards or 1)
+    mesh = init_device_mesh("cpu", (replicas, shards or 1), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8))
-    fully_shard(model, mesh=mesh["shard"])
+    if shards:
+        fully_shard(model, mesh=mesh["shard"])
     parameters = list(model.parameters())
     optimizer = carriers.build(kind, parameters=parameters, process_group=mesh["replicate"])
 
@@ -128,9 +131,9 @@ def _sharded(rank, world_size, kind, folder, save, shards=2):
         dcp.save(state, checkpoint_id=folder)
     else:
         problems.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
-    unsent = [problems.unsent(optimizer.state[p], world_size // shards) for p in parameters] if kind != "DeMo" else []
+    unsent = [problems.unsent(optimizer.state[p], replicas) for p in parameters] if kind != "DeMo" else []
     train(range(6, 10))
-    return unsent, problems.bits(parameter.to_local() for parameter in parameters)
+    return unsent, problems.bits(to_local(parameter) for parameter in parameters)
 
 
 def _whole(rank, world_size, folder):
@@ -155,6 +158,14 @@ def _by_this_one(rank, world_size, folder):
 def test_dcp_loads_what_fsdp_over_one_process_has_saved_into_a_model_without_it(save, tmp_path):
     ranks.run(save, 2, str(tmp_path / "checkpoint"))
     assert ranks.run(_whole, 2, str(tmp_path / "checkpoint")) == [[], []]
+
+
+@pytest.mark.parametrize("kind", carriers.KINDS)
+@pytest.mark.parametrize(("before", "now"), [(1, 0), (0, 1)])
+def test_dcp_resumes_with_or_without_fsdp_over_one_process_bit_for_bit(kind, before, now, tmp_path):
+    saved = ranks.run(_sharded, 2, kind, str(tmp_path / "checkpoint"), True, before)
+    loaded = ranks.run(_sharded, 2, kind, str(tmp_path / "checkpoint"), False, now)
+    assert [bits for _, bits in saved] == [bits for _, bits in loaded]
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)

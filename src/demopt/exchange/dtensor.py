@@ -71,11 +71,9 @@ def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def placed_as(local: Tensor, like: Any) -> Any:
-    """Returns the DTensor of which `local` is this process's shard, placed as `like`; ValueError if that is none."""
+    """Returns the DTensor of which `local` is this process's shard, placed as `like`."""
     from torch.distributed.tensor import DTensor  # takes a second, and most models have none
 
-    if not isinstance(like, DTensor):
-        raise ValueError("the state is of shards of a parameter that is not sharded here")
     held, shape = local.to(like.to_local().device), like.shape
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(held, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
