@@ -141,8 +141,10 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
 def _train(config: "TrainConfig") -> int:
     """Train a fresh decoder, or a model on disk, over a slow network; leave a model of transformers."""
     from demopt.train.config import InputError, resolve
+    from demopt.train.out import OutFolder
 
     config = resolve(config)  # mistakes come before anything is said to start
+    out = OutFolder(Path(config.out))
     places = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, size, host, port = places.values()
     if rank and (absent := ", ".join(name for name, value in places.items() if not value)):
@@ -158,17 +160,17 @@ def _train(config: "TrainConfig") -> int:
     if rank:
         from demopt.train.worker import under_torchrun
 
-        return under_torchrun(config)
+        return under_torchrun(config, out)
     if config.run:
         from demopt.train.runs.worker import train_in_folder
 
-        return train_in_folder(config)
+        return train_in_folder(config, out)
     from demopt.train.team import require_connections
 
     require_connections()
     from demopt.train.launch import train
 
-    return train(config)
+    return train(config, out)
 
 
 def _check_place() -> None:

@@ -81,6 +81,8 @@ def _command(words, output, allowed, environment, end):
             stop(config.run)
             while not Path(allowed, GONE).exists():
                 time.sleep(0.005)
+        if end == "a file stop as it reads its text":
+            Path(config.out, "stop").touch()
         return load(config)
 
     worker.load_corpus = loaded
@@ -351,6 +353,14 @@ def test_stop_ends_a_second_train_that_reads_its_text(machines):
     ends = [re.search(r"weights after .*", machines.said(out))[0] for out in ("first", "second")]
     assert ends[0] == ends[1]
     assert "demopt stop ended the run after step" in machines.said("second")
+
+
+def test_stop_file_that_comes_while_a_worker_starts_ends_it_after_a_round(machines):
+    machines.allow(99)
+    for out, start in (("first", machines.train), ("second", machines.join)):
+        (machines.place / out).mkdir()
+        assert machines.code(start(out, end="a file stop as it reads its text")) == 130, machines.said(out)
+        assert "this machine left after step" in machines.said(out)
 
 
 def test_stop_ends_all_machines_and_a_join_goes_on(machines):

@@ -49,6 +49,15 @@ def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for
     resume_as(finished[0], out)
 
 
+def test_stop_file_that_comes_while_the_workers_start_ends_the_run_after_a_step(tmp_path, finished, monkeypatch):
+    out = as_killed(finished[0], tmp_path / "run")
+    (out / "stop").touch()
+    os.utime(out / "stop", (1, 1))  # one of before
+    monkeypatch.setattr("demopt.cli.printable", lambda text: (out / "stop").touch() or text)  # of the first line
+    told = forked.demopt("train", "--resume", "--out", out, codes=(130,)).stderr
+    assert "stopped after step 10 of 12, saved" in told
+
+
 def test_closed_terminal_and_an_output_that_nobody_reads_lose_no_step(tmp_path, text):
     out, (ours, terminal) = tmp_path / "\u00fc", os.openpty()
     process = train_runs.start_held(out, text, number=5, stdout=terminal)

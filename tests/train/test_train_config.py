@@ -262,6 +262,32 @@ def test_folder_of_a_run_that_cannot_be_emptied_is_told(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_stop_file_counts_if_it_is_newer_than_the_command(tmp_path, overwrite):
+    config = TrainConfig(resume=not overwrite, overwrite=overwrite)
+    with OutFolder(tmp_path).claimed(TrainConfig()):
+        (tmp_path / "stop").touch()
+        os.utime(tmp_path / "stop", (1, 1))
+    old, new = OutFolder(tmp_path), OutFolder(tmp_path)
+    with old.claimed(config):
+        assert not old.stop.exists()
+    for _ in range(2):  # made, then touched again
+        new.stop.touch()
+        with new.claimed(config):
+            assert new.stop.exists()
+
+
+def test_stop_file_that_comes_before_the_run_is_no_other_runs(tmp_path):
+    out = OutFolder(tmp_path)
+    out.stop.touch()
+    with out.claimed(TrainConfig()):
+        assert out.stop.exists()
+    out.config.unlink()
+    told = pytest.raises(InputError, match="holds stop, and no run that it is of")
+    with told, OutFolder(tmp_path).claimed(TrainConfig()):
+        pass
+
+
 @pytest.mark.parametrize("how", ["resume", "resume_auto", "overwrite"])
 def test_run_whose_checkpoints_are_on_a_disk_that_is_away_is_left_as_it_is(how, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TrainConfig(out=str(tmp_path)).record()))
@@ -336,9 +362,9 @@ def test_out_of_a_run_on_a_share_that_is_away_is_of_no_other_run(tmp_path, monke
     (tmp_path / "out" / "config.json").write_text(json.dumps(written))
     monkeypatch.setattr(Path, "exists", exists)
     with pytest.raises(InputError, match=f"^--out {tmp_path / 'out'} already holds a run"):
-        train_in_folder(config)
+        train_in_folder(config, OutFolder(tmp_path / "out"))
     with pytest.raises(DemoptError, match="away: the disk does not answer"):
-        train_in_folder(replace(config, run=str(tmp_path / "away")))
+        train_in_folder(replace(config, run=str(tmp_path / "away")), OutFolder(tmp_path / "out"))
 
 
 def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_read(tmp_path, monkeypatch):
@@ -346,8 +372,8 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     config = resolve(TrainConfig(**huge, preset="tiny", data=["nowhere"], workers=2))
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 4096}.get)  # 34 GB
     cpu = torch.device("cpu")
-    folder = replace(config, workers=1, run=str(tmp_path / "store"))
-    for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder)):
+    folder, out = replace(config, workers=1, run=str(tmp_path / "store")), OutFolder(tmp_path / "run")
+    for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder, out)):
         with pytest.raises(InputError, match=r"^--preset tiny does not fit: memory about 43.. GB: weights 8.6 GB"):
             refuse()
     built = Mock(wraps=method_module.build)

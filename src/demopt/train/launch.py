@@ -36,14 +36,13 @@ PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
 ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
 
 
-def train(config: TrainConfig) -> int:
+def train(config: TrainConfig, out: OutFolder) -> int:
     """Runs `demopt train` with resolved settings: starts this machine's workers; returns the exit code."""
     check_settings(config)
     if (needed := config.workers * PROCESS_BYTES) > (here := machine_memory()):
         told = f"such processes take {decimal(needed)} before they train, and there are {decimal(int(here))}"
         raise InputError(f"--workers is {config.workers}; {told}: give fewer")
     pick_device(config.device, 0, config.workers)
-    out = OutFolder(Path(config.out))
     out.refuse_if_taken(config)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
@@ -61,7 +60,8 @@ def train(config: TrainConfig) -> int:
         safe = ["-P"] if sys.version_info >= (3, 11) and not {"", os.getcwd()} & {*sys.path} else []
         with stop_on_signals(Path(scratch, STOP).touch) as received:
             try:
-                elastic_launch(how, sys.executable)(*safe, "-m", "demopt.train.worker", str(settings), str(os.getpid()))
+                words = "-m", "demopt.train.worker", str(settings), str(os.getpid()), str(out.old_stop)
+                elastic_launch(how, sys.executable)(*safe, *words)
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
             except SignalException as error:

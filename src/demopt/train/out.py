@@ -14,7 +14,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from demopt.errors import DemoptError, first_line
-from demopt.runs.store import full
 from demopt.train.config import CHECKPOINTS, CONFIG, IDENTITY, InputError, TrainConfig, read_run
 
 Row = dict[str, Any]  # the metrics of a step
@@ -23,9 +22,9 @@ _READ = {"step", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "ste
 
 
 class OutFolder:
-    """The paths in an --out folder."""
+    """The paths in an --out folder. `old_stop`: when its file `stop` was changed last, before the command; 0: never."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, old_stop: int | None = None) -> None:
         self.root = root
         self.config = root / CONFIG
         self.metrics = root / "metrics.jsonl"  # one JSON object per step
@@ -37,6 +36,12 @@ class OutFolder:
         self.identity = root / IDENTITY  # of the run in a folder that it is of
         self.state = root / "state.pt"  # of a worker that left such a run
         self.written = [*vars(self).values(), root / "tensorboard", root / "wandb"][1:]  # without `root`
+        self.old_stop = _changed(self.stop) if old_stop is None else old_stop
+
+    @property
+    def old(self) -> list[Path]:
+        """What may be of an earlier run: the paths that are written, without a `stop` that is for this one."""
+        return [place for place in self.written if place != self.stop or _changed(place) == self.old_stop]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -60,7 +65,7 @@ class OutFolder:
             other = "go on with --resume, replace it with --overwrite, or give another --out"
             raise InputError(f"--out {self.root} already holds a run; {other}")
         self.refuse_sources(config, self.written)
-        if not is_run and (there := [place.name for place in self.written if place.exists()]):
+        if not is_run and (there := [place.name for place in self.old if place.exists()]):
             raise InputError(f"--out {self.root} holds {there[0]}, and no run that it is of; give another --out")
         files = (self.metrics, self.picture, self.identity, self.state)
         if odd := [place.name for place in files if place.exists() and not place.is_file() and not config.overwrite]:
@@ -70,6 +75,8 @@ class OutFolder:
         """Raises InputError if the run, or a file that it reads, is this folder or in one of the places `written`."""
         named = [("--model", config.model), ("--tokenizer", config.tokenizer), ("--key-file", config.key_file)]
         named += [("--data", each) for each in config.data]
+        from demopt.runs.store import full  # not above: it imports torch, which takes seconds
+
         run = None
         with suppress(ValueError):  # of none; one that cannot be is told where it is opened
             named.append(("--run", run := full(config.run or "")))
@@ -92,8 +99,9 @@ class OutFolder:
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._lock(held.enter_context((self.root / ".lock").open("w")).fileno())
                 self.refuse_if_taken(config)
-                for place in reversed(self.written) if config.overwrite else (self.stop,):  # the record goes last
-                    _delete(place)
+                for place in reversed(self.old):  # the record goes last
+                    if config.overwrite or place == self.stop:
+                        _delete(place)
                 text = json.dumps(config.record(), indent=2) + "\n"
                 write_whole(self.config, lambda aside: aside.write_text(text, encoding="utf-8"))
             except OSError as error:
@@ -137,6 +145,13 @@ class OutFolder:
         rows = [row for row in self.read_metrics() if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         write_whole(self.metrics, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def _changed(place: Path) -> int:
+    """Returns when a file was changed last, in its file system's nanoseconds; 0 if there is none."""
+    with suppress(OSError):
+        return place.stat().st_mtime_ns
+    return 0
 
 
 def _delete(place: Path) -> None:

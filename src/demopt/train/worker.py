@@ -1,6 +1,7 @@
 """A worker of `demopt train`, from joining the others to the last file.
 
-demopt's launcher starts it as `python -m demopt.train.worker SETTINGS.json`, torchrun as `python -m demopt.cli train`.
+demopt's launcher starts it as `python -m demopt.train.worker SETTINGS.json PID OLD_STOP`, torchrun as
+`python -m demopt.cli train`.
 """
 
 import ctypes
@@ -153,11 +154,10 @@ class Connected(Training):
         self._stopped = sums[-1] > 0
 
 
-def work(config: TrainConfig, stopping: Callable[[], bool]) -> bool:
+def work(config: TrainConfig, out: OutFolder, stopping: Callable[[], bool]) -> bool:
     """Trains as one worker; returns whether the run has ended. `stopping`: whether to save and stop after this step."""
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
-    out = OutFolder(Path(config.out))
     corpus, (config, model) = team.agree(lambda: _prepare(config, team))
     mine = config.record(), corpus.fingerprint, config.resume
     settings, fingerprint, resume = gather_values(team.exchange, mine)[0]
@@ -229,18 +229,18 @@ def _introduce(training: Connected) -> None:
         report.say(f"workers: {old_size} until now, {size} from here{told if tokens != before else ''}")
 
 
-def under_torchrun(config: TrainConfig) -> int:
+def under_torchrun(config: TrainConfig, out: OutFolder) -> int:
     """Runs `demopt train` in a process that torchrun started; returns the exit code."""
     if config.run:
         raise SharedInputError("--run needs no torchrun: run demopt train on one machine, demopt join on the others")
     with stop_on_signals() as received:
-        ended = record(work)(config, lambda: bool(received))
+        ended = record(work)(config, out, lambda: bool(received))
     return 0 if ended else 128 + (received[0] if received else signal.SIGINT)
 
 
 def main() -> NoReturn:
     """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
-    settings, launcher = Path(sys.argv[1]), int(sys.argv[2])
+    settings, launcher, old_stop = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     open_outlets()
     if sys.platform == "linux":  # which then ends it with its launcher, even a killed one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -250,7 +250,8 @@ def main() -> NoReturn:
     for each in signals_to_stop():  # a service manager sends its SIGTERM to the workers, too
         signal.signal(each, lambda *_: stop.touch())
     try:
-        if record(work)(config_of(read_file(settings)), stop.exists):
+        config = config_of(read_file(settings))
+        if record(work)(config, OutFolder(Path(config.out), old_stop), stop.exists):
             settings.with_name(ENDED).touch()
         code = 0
     finally:

@@ -40,12 +40,16 @@ def join(
     key_file: KeyFile = None,
 ) -> int:
     """Train along in a run: settings and weights come from its folder."""
+    from demopt.train.out import OutFolder
+
+    folder = OutFolder(Path(out))
     print(f"joining {address} ...", flush=True)  # importing torch takes seconds
     from demopt.train.runs.worker import settings_to_join, train_in_folder
 
     own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None, "model": model}
     own |= {"tokenizer": tokenizer, "batch": batch}
-    return train_in_folder(*settings_to_join(address, key_file, own))
+    config, run = settings_to_join(address, key_file, own)
+    return train_in_folder(config, folder, run)
 
 
 def status(
