@@ -70,11 +70,45 @@ def test_resume_auto_starts_and_goes_on(tmp_path):
 
 
 def test_config_file_may_hold_settings_of_another_optimizer(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(resolve(TrainConfig(optimizer="demo")).record()))
+    (tmp_path / "config.json").write_text(json.dumps(resolve(TrainConfig(optimizer="demo", update="lion")).record()))
     config = assemble({"optimizer": "adamw"}, tmp_path / "config.json")
-    assert (config.optimizer, config.update) == ("adamw", "muon")
+    assert (config.optimizer, config.update) == ("adamw", "lion")
     with pytest.raises(InputError, match="--top-k is for"):
         assemble({"optimizer": "adamw", "top_k": 3}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("first", "given"),
+    [
+        ({}, {"optimizer": "adamw"}),
+        ({}, {"optimizer": "demo"}),
+        ({"optimizer": "demo"}, {"update": "signum"}),
+        ({"optimizer": "demo", "update": "sgd"}, {"optimizer": "local"}),
+        ({}, {"preset": "medium"}),
+        ({}, {"preset": "124m"}),
+        ({"preset": "124m"}, {"preset": "tiny"}),
+        ({}, {"run": "run"}),
+        ({}, {"epochs": 2}),
+        ({}, {"tokenizer": "mine"}),
+        ({}, {"model": "model"}),
+        ({}, {"model": "model", "lora": 2}),
+        ({"model": "model"}, {"model": "other"}),
+        ({"model": "model", "lora": 2}, {"model": "other"}),
+    ],
+)
+def test_flag_that_decides_defaults_takes_its_own_beside_the_record_of_a_run(first, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("model", 300), ("other", 400)):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({"vocab_size": rows, "max_position_embeddings": rows}))
+    record = resolve(TrainConfig(**first, seed=5))
+    Path("record.json").write_text(json.dumps({**record.record(), "vocab_size": record.vocab_size or 256}))  # of bytes
+    assert resolve(assemble(given, Path("record.json"))) == resolve(TrainConfig(**{**first, **given}, seed=5))
+    chosen = {"lr": 0.5, "sequence": 32, "top_k": 7}
+    Path("record.json").write_text(json.dumps({**record.record(), **chosen}))
+    assert {name: getattr(assemble(given, Path("record.json")), name) for name in chosen} == chosen
+    Path("mine.json").write_text(json.dumps({"lr": record.lr, "optimizer": record.optimizer}))
+    assert assemble(given, Path("mine.json")).lr == record.lr
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("demo-300m", 319.9), ("demo-1b", 1176.8), ("124m", 123.6)])

@@ -12,6 +12,7 @@ import re
 import stat
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -284,7 +285,7 @@ def checkpoints_in(folder: Path) -> dict[Path, bool]:
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
-    settings = {**(_checked(read_file(file), file) if file else {}), **given}
+    settings = {**(_from_file(file, given) if file else {}), **given}
     out = Path(config_of(settings).out)
     if (out / CHECKPOINTS).is_symlink() and not (out / CHECKPOINTS).exists():
         raise InputError(f"--out {out}: {CHECKPOINTS} is a link to nothing; is its disk mounted?")
@@ -307,6 +308,22 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
             kinds = " or ".join(fits)
             raise InputError(f"{flag(name)} is for --optimizer {kinds}; the optimizer is {config.optimizer}")
     return config
+
+
+def _from_file(file: Path, given: Given) -> Given:
+    """Returns a file's settings, without defaults of its preset, optimizer, ... of which `given` has others.
+
+    The record of a run has every setting, and does not say which of them were chosen.
+    """
+    settings = _checked(read_file(file), file)
+    with suppress(InputError):  # of the file's choice, which `given` may replace; or of that, which is told later
+        before, now = (_defaults(config_of(each)) for each in (settings, {**settings, **given}))
+        if settings.get("tokenizer") == "bytes":
+            before["vocab_size"] = before["vocab_size"] or BYTE_VOCABULARY
+        is_record = before.keys() <= settings.keys()
+        usual = {name for name, value in before.items() if is_record and settings[name] == value != now.get(name)}
+        return {name: value for name, value in settings.items() if name not in usual}
+    return settings
 
 
 @dataclass(frozen=True)
@@ -379,8 +396,8 @@ def shape_of(folder: str) -> Given:
     return {"vocab_size": found.vocab_size, "sequence": found.sequence}
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
-    """Adds the defaults of the preset and the optimizer, so that the record is complete."""
+def _defaults(config: TrainConfig) -> Given:
+    """Returns the values of settings that are left to the preset or the model, to the optimizer and to --run."""
     try:
         check_choice("--preset", config.preset, PRESETS)
     except ValueError as error:
@@ -389,10 +406,6 @@ def resolve(config: TrainConfig) -> TrainConfig:
     del filled["family"]
     if config.model:
         filled = shape_of(config.model)
-    elif config.lora:
-        raise InputError("--lora needs a model to adapt: give its folder by --model")
-    if config.merge and not config.lora:
-        raise InputError("--merge is for a run with adapters, of train --model DIR --lora R; leave it out")
     filled |= DEFAULTS[config.optimizer]
     filled["clip_to_median"] = bool(config.run) and config.optimizer == "local"
     if config.optimizer == "demo":
@@ -400,9 +413,19 @@ def resolve(config: TrainConfig) -> TrainConfig:
     if config.model:
         filled["lr"] = (ADAPTER_SHARE if config.lora else TUNING_SHARE) * filled["lr"]
     filled["tokenizer"] = config.model or "bytes"
+    filled["steps"] = None if config.epochs else STEPS
+    return filled
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Adds the defaults of the preset and the optimizer, so that the record is complete."""
+    filled = _defaults(config)
+    if config.lora and not config.model:
+        raise InputError("--lora needs a model to adapt: give its folder by --model")
+    if config.merge and not config.lora:
+        raise InputError("--merge is for a run with adapters, of train --model DIR --lora R; leave it out")
     if config.epochs and config.steps:
         raise InputError(f"--epochs {config.epochs} takes as many steps as the text has; leave out --steps or --epochs")
-    filled["steps"] = None if config.epochs else STEPS
     if config.global_batch is not None and (config.top_k is not None or config.accumulate > 1):
         other = "--accumulate" if config.accumulate > 1 else "--top-k, whose mean cannot weigh workers"
         raise InputError(f"--global-batch does not go with {other}; leave one of them out")
