@@ -314,6 +314,21 @@ def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_l
     assert notes == [[], [4]]
 
 
+@pytest.mark.usefixtures("still")
+def test_trainer_hears_of_each_round_also_of_one_after_which_the_message_is_sent_again_at_once():
+    _, (worker, other) = counters()
+    trainer, heard = object.__new__(trainers.Worker), []
+    trainer.run, trainer.optimizer, trainer.config = worker.run, worker.optimizer, TrainConfig(top_k=1)
+    trainer._hear = lambda *_: heard.append(worker.run.last and worker.run.last.manifest.round)
+    trainer._validated, trainer.run.note = {}, trainer._note
+    for _ in range(2):  # in which it is late
+        for member in (other, worker):
+            member.parameter.grad = torch.ones_like(member.parameter)
+            member.optimizer.local_step()
+            trainer._finish_round(1.0) if member is worker else member.optimizer.finish_round()
+    assert (worker.run.row, heard) == (0, [None, 0, 0, 1, 2])
+
+
 def test_trainer_that_has_caught_up_shares_the_batch_out_among_the_members_of_now(store):
     slow, other, third = *joined(store), Worker(store, 2).join()
     trainer, told = trainers.Worker.__new__(trainers.Worker), []

@@ -343,6 +343,7 @@ class Worker(Training):
 
     def _note(self) -> Row:
         """Returns this worker's numbers, for a message that is made now."""
+        self._hear()  # of a round that has left it out, if it sends again at once
         self._count()
         loss = self._loss if math.isfinite(self._loss) else None
         counts = {"sequences": self.run.unsent, "before": self._sequences}
