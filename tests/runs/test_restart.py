@@ -495,6 +495,13 @@ def test_what_to_do_about_a_damaged_manifest_or_an_older_copy_of_a_run_is_told_a
     assert again.senders == ["w0", "w2"]
 
 
+def test_status_of_a_run_with_a_damaged_manifest_before_its_checkpoint_is_told(store):
+    first = Worker(store, 0, checkpoint_every=2).round(4)
+    stores.put(store, "rounds/00000001/manifest", b"garbage")
+    found = status_of(store, first.run.record, "here")
+    assert (found["round"], found["checkpoint"], found["seconds_per_round"] is None) == (4, 4, False)
+
+
 def test_message_of_a_round_that_is_long_over_is_not_put_again_after_a_restart(store, monkeypatch):
     first, second = joined(store, checkpoint_every=1)
     monkeypatch.setattr(second.run, "put", Mock(side_effect=ExchangeError("away")))

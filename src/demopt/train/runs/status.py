@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from demopt.errors import printable
+from demopt.errors import MessageError, printable
 from demopt.runs import log
 from demopt.runs.log import Manifest, Record, Seen
 from demopt.runs.store import Store
@@ -120,11 +120,12 @@ def _mean(senders: dict[str, Any], name: str) -> float | None:
 def _seconds_of_a_round(store: Store, record: Record, last: Manifest | None) -> float | None:
     """Returns the mean time of the last rounds."""
     for span in SPANS:
-        if last and last.round >= span and (before := log.read_manifest(store, record.identity, last.round - span)):
-            if before.author != last.author:  # by two clocks, of which one may be hours ahead
-                continue
-            seconds = _seconds_between(before.at, last.at)
-            return None if seconds is None else round(seconds / span, 2)
+        with suppress(MessageError):  # who needs a damaged one says so
+            if last and last.round >= span and (before := log.read_manifest(store, record.identity, last.round - span)):
+                if before.author != last.author:  # by two clocks, of which one may be hours ahead
+                    continue
+                seconds = _seconds_between(before.at, last.at)
+                return None if seconds is None else round(seconds / span, 2)
     return None
 
 
