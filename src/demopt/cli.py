@@ -164,7 +164,7 @@ def _train(config: "TrainConfig") -> int:
     if config.run:
         from demopt.train.runs.worker import train_in_folder
 
-        return train_in_folder(config, out)
+        return train_in_folder(config, out=out)
     from demopt.train.team import require_connections
 
     require_connections()

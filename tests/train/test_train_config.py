@@ -396,9 +396,9 @@ def test_out_of_a_run_on_a_share_that_is_away_is_of_no_other_run(tmp_path, monke
     (tmp_path / "out" / "config.json").write_text(json.dumps(written))
     monkeypatch.setattr(Path, "exists", exists)
     with pytest.raises(InputError, match=f"^--out {tmp_path / 'out'} already holds a run"):
-        train_in_folder(config, OutFolder(tmp_path / "out"))
+        train_in_folder(config)
     with pytest.raises(DemoptError, match="away: the disk does not answer"):
-        train_in_folder(replace(config, run=str(tmp_path / "away")), OutFolder(tmp_path / "out"))
+        train_in_folder(replace(config, run=str(tmp_path / "away")))
 
 
 def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_read(tmp_path, monkeypatch):
@@ -406,8 +406,8 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     config = resolve(TrainConfig(**huge, preset="tiny", data=["nowhere"], workers=2))
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 4096}.get)  # 34 GB
     cpu = torch.device("cpu")
-    folder, out = replace(config, workers=1, run=str(tmp_path / "store")), OutFolder(tmp_path / "run")
-    for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder, out)):
+    folder = replace(config, workers=1, run=str(tmp_path / "store"))
+    for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder)):
         with pytest.raises(InputError, match=r"^--preset tiny does not fit: memory about 43.. GB: weights 8.6 GB"):
             refuse()
     built = Mock(wraps=method_module.build)

@@ -73,7 +73,7 @@ def test_killed_worker_and_a_quit_in_the_terminal_end_the_run(tmp_path, text, nu
 def test_workers_that_cannot_be_started_are_told_in_one_line(error, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "elastic_launch", Mock(side_effect=error))
     with pytest.raises(DemoptError, match="the workers cannot be started: no port; they connect at localhost"):
-        launch.train(resolve(TrainConfig(out=str(tmp_path))), OutFolder(tmp_path))
+        launch.train(resolve(TrainConfig(out=str(tmp_path))))
 
 
 @pytest.mark.parametrize("is_path", [False, True])
@@ -81,20 +81,20 @@ def test_workers_import_from_the_current_folder_only_if_the_launcher_does(is_pat
     launched = Mock()
     monkeypatch.setattr(launch, "elastic_launch", launched)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())] + [""] * is_path)
-    launch.train(resolve(TrainConfig(out=str(tmp_path))), OutFolder(tmp_path))
+    launch.train(resolve(TrainConfig(out=str(tmp_path))))
     words = launched.return_value.call_args.args
     assert ("-P" in words) == (not is_path and sys.version_info >= (3, 11))
-    assert words[-5:-3] == ("-m", "demopt.train.worker")
+    assert words[-4:-2] == ("-m", "demopt.train.worker")
 
 
 def test_more_workers_than_the_memory_has_room_for_are_refused_before_any_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "elastic_launch", Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=r"^--workers is 1000000; such processes take 200.0 TB before they train"):
-        launch.train(resolve(TrainConfig(out=str(tmp_path), workers=1_000_000)), OutFolder(tmp_path))
+        launch.train(resolve(TrainConfig(out=str(tmp_path), workers=1_000_000)))
 
 
 def test_worker_whose_launcher_is_gone_before_it_has_started_ends():
-    command = [sys.executable, "-m", "demopt.train.worker", "none.json", "4194305", "0"]  # no process has this number
+    command = [sys.executable, "-m", "demopt.train.worker", "none.json", "4194305"]  # no process has this number
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 

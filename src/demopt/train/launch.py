@@ -26,7 +26,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.method import check_settings, machine_memory
 from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
-from demopt.train.worker import ENDED, STOP
+from demopt.train.worker import ENDED, OLD_STOP, STOP
 
 PROCESS_BYTES = 200_000_000  # of a worker with Python and torch, that others do not share, before it makes anything
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
@@ -36,8 +36,9 @@ PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
 ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
 
 
-def train(config: TrainConfig, out: OutFolder) -> int:
+def train(config: TrainConfig, out: OutFolder | None = None) -> int:
     """Runs `demopt train` with resolved settings: starts this machine's workers; returns the exit code."""
+    out = out or OutFolder(Path(config.out))
     check_settings(config)
     if (needed := config.workers * PROCESS_BYTES) > (here := machine_memory()):
         told = f"such processes take {decimal(needed)} before they train, and there are {decimal(int(here))}"
@@ -50,6 +51,7 @@ def train(config: TrainConfig, out: OutFolder) -> int:
     with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
         settings = Path(scratch, "settings.json")
         settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
+        settings.with_name(OLD_STOP).write_text(str(out.old_stop))
         how = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=config.workers, max_restarts=0, run_id="demopt",
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
@@ -60,8 +62,7 @@ def train(config: TrainConfig, out: OutFolder) -> int:
         safe = ["-P"] if sys.version_info >= (3, 11) and not {"", os.getcwd()} & {*sys.path} else []
         with stop_on_signals(Path(scratch, STOP).touch) as received:
             try:
-                words = "-m", "demopt.train.worker", str(settings), str(os.getpid()), str(out.old_stop)
-                elastic_launch(how, sys.executable)(*safe, *words)
+                elastic_launch(how, sys.executable)(*safe, "-m", "demopt.train.worker", str(settings), str(os.getpid()))
             except ChildFailedError as error:
                 raise explain(error.failures, out) from None
             except SignalException as error:

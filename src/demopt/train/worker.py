@@ -1,7 +1,6 @@
 """A worker of `demopt train`, from joining the others to the last file.
 
-demopt's launcher starts it as `python -m demopt.train.worker SETTINGS.json PID OLD_STOP`, torchrun as
-`python -m demopt.cli train`.
+demopt's launcher starts it as `python -m demopt.train.worker SETTINGS.json`, torchrun as `python -m demopt.cli train`.
 """
 
 import ctypes
@@ -35,7 +34,8 @@ from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report, finish
 from demopt.train.team import Team, join, signals_to_stop, stop_on_signals
 
-STOP, ENDED = "stop", "ended"  # files beside SETTINGS.json: the launcher asks for the end; the run has come to its own
+#: Files beside SETTINGS.json: the launcher asks for the end; the run has come to its own; `OutFolder.old_stop`.
+STOP, ENDED, OLD_STOP = "stop", "ended", "old_stop"
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
@@ -240,7 +240,7 @@ def under_torchrun(config: TrainConfig, out: OutFolder) -> int:
 
 def main() -> NoReturn:
     """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
-    settings, launcher, old_stop = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    settings, launcher = Path(sys.argv[1]), int(sys.argv[2])
     open_outlets()
     if sys.platform == "linux":  # which then ends it with its launcher, even a killed one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -250,7 +250,7 @@ def main() -> NoReturn:
     for each in signals_to_stop():  # a service manager sends its SIGTERM to the workers, too
         signal.signal(each, lambda *_: stop.touch())
     try:
-        config = config_of(read_file(settings))
+        config, old_stop = config_of(read_file(settings)), int(settings.with_name(OLD_STOP).read_text())
         if record(work)(config, OutFolder(Path(config.out), old_stop), stop.exists):
             settings.with_name(ENDED).touch()
         code = 0

@@ -48,8 +48,7 @@ def join(
 
     own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None, "model": model}
     own |= {"tokenizer": tokenizer, "batch": batch}
-    config, run = settings_to_join(address, key_file, own)
-    return train_in_folder(config, folder, run)
+    return train_in_folder(*settings_to_join(address, key_file, own), folder)
 
 
 def status(

@@ -52,13 +52,14 @@ TEXT = "text"  # in the run's settings: the fingerprint of the text
 LONG = 2.0  # seconds of waiting for others that are worth a word
 
 
-def train_in_folder(config: TrainConfig, out: OutFolder, run: FolderExchange | None = None) -> int:
+def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out: OutFolder | None = None) -> int:
     """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code.
 
     A run that is known starts no other one: `run`, or the one that --out is of.
     """
     config = resolve(config)
     device = _check(config)
+    out = out or OutFolder(Path(config.out))
     if not (config.overwrite or config.resume) and _is_of(out, config.run):  # the same command again, after an error
         begun = any(place.exists() for place in out.old if place != out.config)  # or killed before it had a run
         config = dataclasses.replace(config, resume=begun, overwrite=not begun)
