@@ -1,6 +1,7 @@
 """Tokens, the split, batches by seed, step and rank alone; epochs, each sequence once; and parts by speed."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -73,6 +74,19 @@ def test_of_few_documents_each_is_cut_and_a_conversation_never_is():
     assert (sorted(train), val) == ([b"x" * 70, b"x" * 100], [b"x" * 50])
 
 
+def test_validation_has_a_fifth_of_its_fraction_at_least_where_some_documents_are_large_and_some_small():
+    books, notes = ([bytes([65 + n]) * length for n in range(10 * i, 10 * i + 11)] for i, length in ((0, 9000), (2, 9)))
+    train, val = data.split(books + notes, 0.05)
+    assert sorted(map(len, val)) == [1] * 11 + [450] * 11
+    assert sorted(map(len, train)) == [8] * 11 + [8550] * 11
+    assert data.split([b"", *books, *books[:9]], 0.1)[1] != [b""]
+    train, val = data.split([data.Chat(text) for text in books + notes], 0.05)
+    assert sorted(map(len, val)) == [9] * 11 + [9000]
+    assert sorted(map(len, train)) == [9000] * 10
+    train, val = data.split([data.Chat(text) for text in books[:2] + notes], 0.05)
+    assert sorted(map(len, train)) == [9000] * 2  # not as much of them as there is to train on
+
+
 def test_files_that_are_mixed_are_all_in_both_parts(tmp_path, text):
     names = ("calendar", "heapq")
     corpus = data.load_corpus(replace(CONFIG, data=[str(text / f"{name}.py") for name in names]))
@@ -140,6 +154,11 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     model.mkdir(parents=True)
     (model / "tokenizer.json").write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
+    shutil.copytree(model, tmp_path / "nas" / "run" / "rounds")
+    for run in (tmp_path / "nas" / "run", (tmp_path / "nas" / "run").as_uri()):
+        assert data.load_corpus(replace(config, run=str(run))).fingerprint == before.fingerprint
+    assert data.load_corpus(replace(config, run="s3://bucket/run")).fingerprint != before.fingerprint
+    shutil.rmtree(tmp_path / "nas")
     (tmp_path / ".more").mkdir()
     (tmp_path / ".more" / "text.txt").write_text("other words " * 99)
     (tmp_path / ".more" / "loop").symlink_to(tmp_path)
@@ -152,7 +171,7 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     assert [file.parent.name for file in data.find_files(config)[0]] == ["lost+found_texts", tmp_path.name]
     shutil.rmtree(tmp_path / "lost+found_texts")
     (tmp_path / "text.txt").rename(tmp_path / ".hidden")
-    with pytest.raises(InputError, match="it has no file but hidden ones and those of --out"):
+    with pytest.raises(InputError, match="it has no file but hidden ones and those of --out and --run"):
         data.load_corpus(config)
 
 
@@ -249,6 +268,41 @@ def test_load_corpus_refuses_mixed_data_a_small_vocabulary_and_a_tokenizer_that_
     np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
     with pytest.raises(InputError, match="mixes token files"):
         data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
+
+
+def test_tokens_that_the_tokenizer_lacks_are_told_and_numbers_may_have_gaps(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "a": 1, "b": 7}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text("a b " * 500)
+    config = replace(CONFIG, data=[str(tmp_path / "x.txt")], tokenizer=str(tmp_path / "tokenizer.json"))
+    assert data.load_corpus(config).vocab_size == 8
+    config = replace(config, data=[str(tmp_path / "x.npy")])
+    np.save(tmp_path / "x.npy", np.arange(400) % 8)
+    assert data.load_corpus(config).vocab_size == 8
+    np.save(tmp_path / "x.npy", np.arange(400) % 9)
+    with pytest.raises(InputError, match=r"tokenizer\.json has tokens up to 7, and --data holds 8; give the one that"):
+        data.load_corpus(config)
+
+
+def test_model_may_have_a_tokenizer_with_more_tokens_than_rows_unless_the_text_holds_one(tmp_path):
+    tokenizer = data.byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    config = replace(CONFIG, model="mine", tokenizer=str(tmp_path), vocab_size=256)
+    for name in ("text.txt", "chats.jsonl"):
+        config = replace(config, data=[str(tmp_path / name)])
+        for more in ("", "<pad>"):
+            lines = [f"{n} {more} some words" for n in range(40)]
+            chats = [[{"role": role, "content": line + role} for role in ("user", "assistant")] for line in lines]
+            (tmp_path / "text.txt").write_text("".join(lines))
+            (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in chats))
+            told = r"^--model mine: its vocabulary is 256, and the text holds token 256; give its own tokenizer$"
+            with pytest.raises(InputError, match=told) if more else nullcontext():
+                data.load_corpus(config)
 
 
 EPOCHS = resolve(TrainConfig(preset="tiny", sequence=8, epochs=2))

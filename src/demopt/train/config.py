@@ -91,7 +91,7 @@ class TrainConfig:
     val_fraction: float = text(
         0.05,
         "Fraction of the text for validation: the end of each document (a text file is one), or, of 1 / fraction or "
-        "more, whole ones.",
+        "more of like size, whole ones.",
         ge=1e-6,
         le=0.5,
     )

@@ -20,6 +20,7 @@ from rich.filesize import decimal
 
 from demopt.errors import DemoptError, first_line
 from demopt.runs.reading import sequence_at
+from demopt.runs.store import full
 from demopt.train.config import BYTE_VOCABULARY, MANY, InputError, TrainConfig
 
 ANSWERER = "assistant"
@@ -123,7 +124,13 @@ def load_corpus(config: TrainConfig) -> Corpus:
     if size < 2:
         raise InputError("--data: all of its tokens are 0, as in a file that was made and not filled")
     if config.vocab_size is not None and config.vocab_size < size:
-        raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
+        if not config.model:
+            raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
+        # Its tokenizer may have more tokens than it has rows, such as one to pad with, that no text holds.
+        rows = [row for part in (train, val) for row in part.rows]
+        if (most := max(max(int(row.max(initial=0)), ~int(row.min(initial=0))) for row in rows)) >= config.vocab_size:
+            told = f"its vocabulary is {config.vocab_size:,}, and the text holds token {most:,}"
+            raise InputError(f"--model {config.model}: {told}; give its own tokenizer")
     return Corpus(train, val, size, _fingerprint(train, val), ratio, source)
 
 
@@ -165,18 +172,23 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_siz
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Splits unique documents into training and validation by a hash: none is on both sides.
 
-    Of fewer than 1 / `fraction`, whose one may be all of its kind, each is cut at its end; but no conversation is.
+    Of fewer than 1 / `fraction`, whose one may be all of its kind, or where those that fit are less than a fifth of it,
+    each is cut at its end. No conversation is: the shortest of the others joins them, if that leaves more to train on.
     """
     unique = sorted(set(texts), key=lambda text: hashlib.blake2b(text).digest())
-    if len(unique) * fraction < 1 and not any(isinstance(text, Chat) for text in unique):
-        cuts = [(text, len(text) - max(1, int(len(text) * fraction))) for text in unique]
-        return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
-    left, val = fraction * sum(map(len, unique)), list[bytes]()
+    left, chosen = fraction * sum(map(len, unique)), set[bytes]()
     for text in unique:
         if len(text) <= left:
-            val.append(text)
+            chosen.add(text)
             left -= len(text)
-    chosen = set(val or [min(unique, key=len)])
+    few = left > 0.8 * fraction * sum(map(len, unique))
+    if any(isinstance(text, Chat) for text in unique):
+        others = sorted({*unique} - chosen, key=len)
+        if not chosen or (few and 2 * len(others[0]) < sum(map(len, others))):
+            chosen.add(others[0])
+    elif few or len(unique) * fraction < 1:
+        cuts = [(text, len(text) - max(1, int(len(text) * fraction))) for text in unique]
+        return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     return [text for text in unique if text not in chosen], [text for text in unique if text in chosen]
 
 
@@ -188,7 +200,7 @@ def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
     for name in config.data:
         faults = {file: unfit(file) for file in _files(name, config)}
         if all(faults.values()):
-            none = "it has no file but hidden ones and those of --out"
+            none = "it has no file but hidden ones and those of --out and --run"
             first = next((f"{file.name} is {fault}" for file, fault in faults.items()), none)
             raise InputError(f"--data {name}: no text in it: {first}")
         read += [file for file, fault in faults.items() if not fault]
@@ -281,7 +293,7 @@ def _standard_library() -> list[Path]:
 
 
 def _files(name: str, config: TrainConfig) -> list[Path]:
-    """Returns a file, or all below a folder, through links too, sorted; without hidden ones and those of --out."""
+    """Returns a file, or all below a folder, through links too, sorted; no hidden ones, none of --out and --run."""
     if not (path := Path(name)).exists():
         raise InputError(f"--data {name}: no such file or folder")
     if path.is_file():
@@ -290,8 +302,10 @@ def _files(name: str, config: TrainConfig) -> list[Path]:
         raise InputError(f"--data {path}: a pipe or a device, which is read once; write its content to a file first")
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
-    out = os.path.realpath(config.out)
-    found, entered, faults = list[Path](), {out}, list[OSError]()
+    ours = {os.path.realpath(config.out)}
+    with suppress(ValueError):  # of none; one that cannot be is told where it is opened
+        ours.add(full(config.run))
+    found, entered, faults = list[Path](), {*ours}, list[OSError]()
     try:
         for folder, below, files in os.walk(path, onerror=faults.append, followlinks=True):
             real = os.path.realpath(folder)
@@ -300,7 +314,7 @@ def _files(name: str, config: TrainConfig) -> list[Path]:
             entered.add(real)
         if faults:
             raise faults[0]
-        found = [file for file in found if Path(out) not in Path(os.path.realpath(file)).parents]
+        found = [file for file in found if ours.isdisjoint(map(str, Path(os.path.realpath(file)).parents))]
         if gone := next((file for file in found if file.is_symlink() and not file.exists()), None):
             raise InputError(f"--data {gone}: a link to nothing; is its disk mounted?")
         return sorted((file for file in found if file.is_file()), key=Path.as_posix)
@@ -340,6 +354,11 @@ def load_tokenizer(name: str) -> Any:
         raise InputError(f"--tokenizer {name}: {why}") from None
 
 
+def _size(tokenizer: Any) -> int:
+    """Returns how many rows an embedding needs for all tokens: between their numbers may be gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 def save_tokenizer(config: TrainConfig, folder: Path, text: bool) -> None:
     """Saves the tokenizer beside a model. If --data named tokens (`text` is false), --model need not have one."""
     assert config.tokenizer
@@ -355,7 +374,7 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
     """Encodes all documents as one row of tokens, each with the end-of-text token if there is one. None: bytes."""
     if tokenizer is None:
         return np.frombuffer(b"".join(text.replace(b"\0", b" ") + b"\0" for text in texts), np.uint8)
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    dtype = np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = [np.empty(0, dtype)]
     for first in range(0, len(texts), ENCODED_AT_ONCE):
@@ -380,11 +399,11 @@ def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, 
         if not all((row >= 0).any() for row, _ in rows):
             raise InputError(f"--data: its conversations have no message of the role {ANSWERER}")
         train, val = (Tokens((row,), starts, read_once(starts, len(row), _window(config))) for row, starts in rows)
-        return train, val, len(tokenizer), None
+        return train, val, _size(tokenizer), None
     train, val = (Tokens((encode(part, tokenizer),)) for part in parts)
     if tokenizer is None:
         return train, val, BYTE_VOCABULARY, 1.0
-    return train, val, len(tokenizer), sum(map(len, parts[1])) / max(1, len(val))
+    return train, val, _size(tokenizer), sum(map(len, parts[1])) / max(1, len(val))
 
 
 def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, int, None]:
@@ -393,9 +412,13 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, T
     cuts = [len(row) - max(1, int(len(row) * config.val_fraction)) for row in rows]
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
-    if config.tokenizer in (None, "bytes", config.model):
-        return train, val, 1 + max(most), None
-    return train, val, len(load_tokenizer(config.tokenizer)), None
+    size = 1 + max(most)
+    if config.tokenizer not in (None, "bytes", config.model):
+        if (known := _size(load_tokenizer(config.tokenizer))) < size:
+            told = f"has tokens up to {known - 1}, and --data holds {size - 1}; give the one that wrote --data"
+            raise InputError(f"--tokenizer {config.tokenizer} {told}")
+        size = known
+    return train, val, size, None
 
 
 def _map_tokens(file: Path) -> tuple[NDArray[Any], int]:
