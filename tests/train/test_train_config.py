@@ -342,6 +342,15 @@ def test_what_is_no_file_in_the_place_of_one_is_named(tmp_path, name, make):
     out.refuse_if_taken(TrainConfig(overwrite=True))
 
 
+def test_stop_on_a_share_that_is_away_for_a_moment_asks_for_nothing(tmp_path, monkeypatch):
+    out = OutFolder(tmp_path)
+    out.stop.touch()
+    assert out.asks_to_stop
+    with monkeypatch.context() as away:
+        away.setattr(os, "stat", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        assert not out.asks_to_stop
+
+
 def test_disk_that_takes_no_files_is_told(tmp_path):
     with pytest.raises(DemoptError, match="cannot be written: No such file"), OutFolder(tmp_path / "gone").writing():
         write_whole(tmp_path / "gone/state.pt", lambda aside: torch.save({}, aside))

@@ -69,6 +69,23 @@ def test_killed_worker_and_a_quit_in_the_terminal_end_the_run(tmp_path, text, nu
     assert not any(map(alive, workers.values()))
 
 
+@pytest.mark.parametrize(
+    ("action", "code", "said"),
+    [
+        ("", 0, ""),
+        ("os.kill(os.getppid(), signal.SIGINT)", 130, "saved; go on with"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+    ],
+)
+def test_run_ends_as_ever_after_the_launchers_folder_was_cleaned(tmp_path, text, action, code, said):
+    clean = f"import shutil; shutil.rmtree({str(tmp_path / 'scratch')!r}); os.mkdir({str(tmp_path / 'scratch')!r}); "
+    env = train_runs.at_step(5, 0, clean + action, tmp_path / "module") | {"TMPDIR": str(tmp_path / "scratch")}
+    (tmp_path / "scratch").mkdir()
+    process = train_runs.start(tmp_path / "run", text, "--workers", 1, env=env)
+    _, told = process.communicate(timeout=LIMIT)
+    assert (process.returncode, said in told, told.count("Traceback")) == (code, True, int(code == 1)), told
+
+
 @pytest.mark.parametrize("error", [DistNetworkError("no port"), RendezvousConnectionError("no port")])
 def test_workers_that_cannot_be_started_are_told_in_one_line(error, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "elastic_launch", Mock(side_effect=error))

@@ -26,7 +26,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.method import check_settings, machine_memory
 from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
-from demopt.train.worker import ENDED, OLD_STOP, STOP
+from demopt.train.worker import ENDED, OLD_STOP, STOP, made
 
 PROCESS_BYTES = 200_000_000  # of a worker with Python and torch, that others do not share, before it makes anything
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
@@ -60,7 +60,7 @@ def train(config: TrainConfig, out: OutFolder | None = None) -> int:
         )  # fmt: skip
         # What is in the current folder is no module for the workers either, unless it is for this process.
         safe = ["-P"] if sys.version_info >= (3, 11) and not {"", os.getcwd()} & {*sys.path} else []
-        with stop_on_signals(Path(scratch, STOP).touch) as received:
+        with stop_on_signals(lambda: made(Path(scratch, STOP)).touch()) as received:
             try:
                 elastic_launch(how, sys.executable)(*safe, "-m", "demopt.train.worker", str(settings), str(os.getpid()))
             except ChildFailedError as error:

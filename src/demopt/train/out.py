@@ -43,6 +43,10 @@ class OutFolder:
         """What may be of an earlier run: the paths that are written, without a `stop` that is for this one."""
         return [place for place in self.written if place != self.stop or _changed(place) == self.old_stop]
 
+    @property
+    def asks_to_stop(self) -> bool:
+        return os.path.exists(self.stop)  # not its own method, which raises if a share is away for a moment
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Turns an error of writing files, such as a full disk, into one line."""

@@ -183,7 +183,7 @@ def work(config: TrainConfig, out: OutFolder, stopping: Callable[[], bool]) -> b
     with ExitStack() as held:
         team.agree(lambda: held.enter_context(out.claimed(config)) if team.first else None)
         team.agree(out.require_shared)
-        optimizer, is_asked = make_optimizer(config, model.to(team.device)), lambda: stopping() or out.stop.exists()
+        optimizer, is_asked = make_optimizer(config, model.to(team.device)), lambda: stopping() or out.asks_to_stop
         training = Connected(config, out, team, corpus, model, optimizer, is_asked, resumed)
         if path:
             with team.waiting():
@@ -238,6 +238,12 @@ def under_torchrun(config: TrainConfig, out: OutFolder) -> int:
     return 0 if ended else 128 + (received[0] if received else signal.SIGINT)
 
 
+def made(place: Path) -> Path:
+    """Returns a path in the launcher's folder, made again if it is gone: systems clean such folders after days."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 def main() -> NoReturn:
     """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
     settings, launcher = Path(sys.argv[1]), int(sys.argv[2])
@@ -248,11 +254,19 @@ def main() -> NoReturn:
             os._exit(1)
     code, stop = 1, settings.with_name(STOP)
     for each in signals_to_stop():  # a service manager sends its SIGTERM to the workers, too
-        signal.signal(each, lambda *_: stop.touch())
+        signal.signal(each, lambda *_: made(stop).touch())
+
+    def work_or_tell(config: TrainConfig, out: OutFolder, stopping: Callable[[], bool]) -> bool:
+        try:
+            return work(config, out, stopping)
+        except Exception:
+            made(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+            raise
+
     try:
         config, old_stop = config_of(read_file(settings)), int(settings.with_name(OLD_STOP).read_text())
-        if record(work)(config, OutFolder(Path(config.out), old_stop), stop.exists):
-            settings.with_name(ENDED).touch()
+        if record(work_or_tell)(config, OutFolder(Path(config.out), old_stop), stop.exists):
+            made(settings.with_name(ENDED)).touch()
         code = 0
     finally:
         os._exit(code)  # see `join`; the launcher reports the error

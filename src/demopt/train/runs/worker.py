@@ -96,7 +96,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
         _check_record(found, config, corpus)
     fresh = config.overwrite or not out.config.exists()
     with out.claimed(config), stop_on_signals(after="one more round") as received:
-        run.asked_to_stop = lambda: bool(received) or out.stop.exists()
+        run.asked_to_stop = lambda: bool(received) or out.asks_to_stop
         try:
             if config.threads or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
                 torch.set_num_threads(config.threads or cores())
