@@ -511,6 +511,18 @@ def test_command_to_go_on_has_all_that_this_machine_gave():
         config = TrainConfig(run="/mnt/run", out="o", model=model, tokenizer=model or "bytes")  # as `resolve` fills it
         theirs = {"data": config.data, "batch": config.batch, "model": model, "tokenizer": None}
         assert worker._to_go_on(config, theirs) == "demopt join /mnt/run --out o"
+    for more in ({"merge": True}, {"tracker": "wandb"}, {"compile": True}, {"timeout": 60.0, "key_file": "my key"}):
+        told = worker._to_go_on(dataclasses.replace(config, out="an out", **more), theirs)  # join has no such flags
+        key = " --key-file 'my key'" if "key_file" in more else ""
+        assert told == f"demopt train --config 'an out/config.json'{key}"
+
+
+def test_replay_of_a_kept_log_asks_for_the_message_that_is_gone(machines, command):
+    machines.whole(steps=15)
+    for message in Path(machines.run).glob("rounds/00000001/*.message"):
+        message.unlink()
+    told = command("replay", machines.run, code=2)
+    assert re.search(r"rounds/00000001/.*; restore it$", told), told
 
 
 @pytest.mark.parametrize("name", ["model", "tokenizer"])

@@ -67,6 +67,8 @@ def test_resume_auto_starts_and_goes_on(tmp_path):
     assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
     step.symlink_to(step.rename(tmp_path / "elsewhere"))
     assert not assemble(given).overwrite
+    with pytest.raises(InputError, match=f"^--resume: {tmp_path}/none holds no run; start one without --resume"):
+        assemble({**given, "out": f"{tmp_path}/none", "resume": True})
 
 
 def test_config_file_may_hold_settings_of_another_optimizer(tmp_path):

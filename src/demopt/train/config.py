@@ -72,7 +72,9 @@ class TrainConfig:
     resume_auto: bool = general(False, "Go on if --out has a checkpoint, otherwise start.", once=True)
     overwrite: bool = general(False, "Delete the run in --out and start anew.", once=True)
     seed: int = general(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
-    save_every: int = general(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
+    save_every: int = general(
+        200, "Steps between checkpoints; the last two are kept. With --run: --checkpoint-every.", ge=1, free=True
+    )
     eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
     eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1, le=MANY)
     tracker: Literal["tensorboard", "wandb"] | None = general(
@@ -159,7 +161,9 @@ class TrainConfig:
     )
     precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
     compile: bool = machine(False, "Run the model through torch.compile.", free=True)
-    threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, le=1024, free=True)
+    threads: int = machine(
+        0, "Threads per worker; 0: the cores, shared out, or, with --run, OMP_NUM_THREADS.", ge=0, le=1024, free=True
+    )
     timeout: float = machine(600.0, "Seconds to wait for a silent worker.", ge=1, le=1e7, free=True)
 
     run: str = folder("", "Train through this folder or bucket: a path, s3://, gs:// or az://. Others join it.")
@@ -289,7 +293,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     out = Path(config_of(settings).out)
     if (out / CHECKPOINTS).is_symlink() and not (out / CHECKPOINTS).exists():
         raise InputError(f"--out {out}: {CHECKPOINTS} is a link to nothing; is its disk mounted?")
-    if settings.get("resume_auto"):
+    if settings.get("resume_auto") and not settings.get("resume"):
         # through links, too, although no run goes on from one: nothing is overwritten that may be a checkpoint
         begun = any((out / CHECKPOINTS).glob(f"step-*/{LAST_FILE}")) or (out / IDENTITY).exists()
         settings["resume" if begun else "overwrite"] = True

@@ -76,7 +76,7 @@ class Training(ABC):
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; returns whether the rows, which are not reported yet, are complete and can be.
 
-        `seconds`: the gradient's. `pause`: the model is evaluated or saved next; connected ranks end all rounds.
+        `seconds`: the gradient's. `pause`: the model is evaluated next; connected ranks end all rounds.
         """
 
     @abstractmethod
@@ -178,7 +178,7 @@ def train_steps(training: Training) -> None:
         loss = _gradient(training, lr, drawn)
         computing = time.perf_counter() - computing
         rows.append({"step": step, "loss": loss, "lr": lr})
-        pause = step % config.eval_every == 0 or step % config.save_every == 0 or training.ended
+        pause = step % config.eval_every == 0 or training.ended
         complete = training.take_step(rows, computing, pause)
         note_progress()
         rows[-1]["step_seconds"] = time.perf_counter() - began

@@ -90,6 +90,7 @@ class Connected(Training):
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes the optimizer's step; local steps between two rounds do not wait for the network."""
         config, optimizer = self.config, self.optimizer
+        pause = pause or self.number % config.save_every == 0
         self.measured(self._sequences, seconds)
         if isinstance(optimizer, LocalDeMo) and (config.global_batch or self._total) and not config.top_k:
             since_round = self.batch_of(str(self.team.rank)) * optimizer.local_steps

@@ -128,7 +128,8 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
             if sys.stderr.isatty():
                 print(f"round {last[0].round + 1}", end="\r", file=sys.stderr, flush=True)
     except CoveredError as error:
-        raise InputError(f"{error}: this run's log was not kept (demopt train --keep-log)") from None
+        told = "; restore it" if run.record.keep_log else ": this run's log was not kept (demopt train --keep-log)"
+        raise InputError(f"{error}{told}") from None
     if last is None:
         raise InputError(f"the run in {address} has no round yet")
     print(f"weights after {last[0].round + 1} rounds: sha256 {last[1]}")

@@ -75,12 +75,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
             run = open_run(config.run, key, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
-    try:
-        config, model = begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
-    except (MemoryError, RuntimeError) as error:  # of a model that is too large, as a stranger's run may ask for
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
+    config, model = begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
     if run is None:
         shared = {name: value for name, value in config.record().items() if name in FROM_RUN}
         shared |= {"tokenizer": None if config.tokenizer == config.model else config.tokenizer}
@@ -123,6 +118,9 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
 
 def _to_go_on(config: TrainConfig, theirs: Given) -> str:
     """Returns the command by which this worker goes on. `theirs`: the run's settings, which it takes from there."""
+    if any(getattr(config, name) != getattr(TrainConfig, name) for name in ("merge", "tracker", "compile", "timeout")):
+        key = f" --key-file {typed(config.key_file)}" if config.key_file else ""
+        return f"demopt train --config {typed(str(OutFolder(Path(config.out)).config))}{key}"  # join has no such flags
     usual = {name: getattr(TrainConfig, name) for name in ("key_file", "device", "threads", "late")}
     usual |= {name: theirs[name] for name in ("data", "batch", "model")}
     usual["tokenizer"] = theirs.get("tokenizer") or config.model or "bytes"
