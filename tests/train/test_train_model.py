@@ -263,7 +263,7 @@ def test_only_answers_are_targets_and_windows_begin_with_conversations(base, cha
     assert answers.startswith(f"{whole.split('<assistant>')[1].split('</>')[0]}</>\nYes.</>")
     assert "Sure" not in answers
     assert len(corpus.train.window(corpus.train.windows(65) - 1, 65)) == 65  # goes on at the row's begin
-    assert f"tokens in {len(corpus.train.starts)} windows of conversations" in corpus.about
+    assert f"tokens in {corpus.train.windows(65)} windows of conversations" in corpus.about
 
 
 @pytest.mark.parametrize("longest", [5, 64, 300])

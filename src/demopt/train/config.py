@@ -168,8 +168,8 @@ class TrainConfig:
 
     run: str = folder("", "Train through this folder or bucket: a path, s3://, gs:// or az://. Others join it.")
     late: float = folder(10.0, "Seconds that a round waits for workers that are late.", ge=0)
-    checkpoint_every: int = folder(20, "Rounds between checkpoints in the folder.", ge=1, le=10**8)
-    keep_log: bool = folder(False, "Delete no message, so that demopt replay can compute the weights again.")
+    checkpoint_every: int = folder(20, "Rounds between checkpoints in the folder of a new run.", ge=1, le=10**8)
+    keep_log: bool = folder(False, "Delete no message of a new run: demopt replay can compute the weights again.")
     key_file: str | None = folder(None, "File of 64 hex digits: objects written without it are refused.", once=True)
 
     @property

@@ -43,13 +43,12 @@ Batch = NDArray[np.int64]  # windows of tokens [sequences, sequence + 1]
 class Tokens:
     """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
-    With `starts`, of conversations, windows begin only there, and one that is too long goes on at the row's begin;
-    those of an epoch at `once`.
+    With `starts`, of conversations, windows begin only there, those of an epoch at the second; one that is too long
+    goes on at the row's begin.
     """
 
     rows: tuple[NDArray[Any], ...]
-    starts: NDArray[np.int64] | None = None
-    once: NDArray[np.int64] | None = None
+    starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     files: tuple[tuple[Path, os.stat_result], ...] = ()  # of the rows, if they are mapped, as they were
 
     def __len__(self) -> int:
@@ -57,14 +56,14 @@ class Tokens:
 
     def windows(self, length: int, stride: int = 1) -> int:
         """Returns the number of windows of `length` tokens that begin `stride` tokens apart; 1: anywhere."""
-        if self.starts is not None and self.once is not None:
-            return len(self.starts if stride == 1 else self.once)
+        if self.starts:
+            return len(self.starts[stride > 1])
         return sum(max(0, (len(row) - length) // stride + 1) for row in self.rows)
 
     def window(self, index: int, length: int, stride: int = 1) -> NDArray[np.int64]:
-        if self.starts is not None and self.once is not None:
-            start = (self.starts if stride == 1 else self.once)[index]
-            found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + start, mode="wrap")
+        if self.starts:
+            places = np.arange(length) + self.starts[stride > 1][index]
+            found: NDArray[np.int64] = self.rows[0].take(places, mode="wrap")
             return found
         for number, row in enumerate(self.rows):
             here = max(0, (len(row) - length) // stride + 1)
@@ -100,7 +99,7 @@ class Corpus:
     def about(self) -> str:
         """Returns two lines about the tokens, for the user."""
         starts = self.train.starts
-        chats = f" in {len(starts):,} windows of conversations" if starts is not None else ""
+        chats = f" in {len(starts[0]):,} windows of conversations" if starts else ""
         return f"read {self.source}\n{len(self.train):,} training tokens{chats}, {len(self.val):,} for validation"
 
 
@@ -398,7 +397,7 @@ def _from_text(config: TrainConfig, files: list[Path]) -> tuple[Tokens, Tokens, 
         rows = [encode_chats(part, tokenizer, _window(config) - 1) for part in parts]
         if not all((row >= 0).any() for row, _ in rows):
             raise InputError(f"--data: its conversations have no message of the role {ANSWERER}")
-        train, val = (Tokens((row,), starts, read_once(starts, len(row), _window(config))) for row, starts in rows)
+        train, val = (Tokens((row,), (starts, read_once(starts, len(row), _window(config)))) for row, starts in rows)
         return train, val, _size(tokenizer), None
     train, val = (Tokens((encode(part, tokenizer),)) for part in parts)
     if tokenizer is None:
