@@ -515,7 +515,6 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
     taken, read = {}, {old: entries_of(states[old]) for old in shares}
-    dropping = {old for old, entries in read.items() if _drops_steps(entries.values())}
     for number in read[largest]:
         saved_of = {old: entries.get(number, SavedParameter({}, {})) for old, entries in read.items()}
         try:
@@ -527,8 +526,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
             ours = dict(saved_of[largest].ours)
             for name in AVERAGED:
                 if any(name in saved.ours for saved in saved_of.values()):
-                    parts = (_part_of(saved.ours, name, old in dropping) for old, saved in saved_of.items())
-                    ours[name] = _mean([*zip(parts, shares.values(), strict=True)])
+                    ours[name] = _mean([(_part_of(saved.ours, name), shares[old]) for old, saved in saved_of.items()])
         except (LookupError, AttributeError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of parameter {number} is damaged in some rank: {first_line(error)}") from None
         if saved_by := SavedBy.of(ours):
@@ -574,15 +572,12 @@ def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     return replace(saved, ours=ours)
 
 
-def _drops_steps(entries: Iterable[SavedParameter]) -> bool:
-    """Whether a rank would drop its local steps: some of its local weights are not finite (`LocalWeights.follow`)."""
-    found = [each for saved in entries if isinstance(each := saved.ours.get("local"), Tensor)]
-    return not all(bool(to_local(each).isfinite().all()) for each in found if isinstance(_shape_of(each), list))
+def _part_of(ours: Mapping[str, Any], name: str) -> Any:
+    """Returns a part of `AVERAGED`; a state has left out local weights, and their start, that are the global ones.
 
-
-def _part_of(ours: Mapping[str, Any], name: str, drops_steps: bool) -> Any:
-    """Returns a part of `AVERAGED`; a state has left out local weights, and their start, that are the global ones."""
-    if name == "local" and drops_steps:  # which leaves the weights at their start
+    Local weights that are not finite count as their start: in the mean they would spoil those of others.
+    """
+    if name == "local" and "local" in ours and not bool(ours["local"].isfinite().all()):
         name = "start"
     return ours[name] if name == "momentum" else ours.get(name, ours["global"])
 

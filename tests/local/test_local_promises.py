@@ -780,6 +780,52 @@ def test_parameters_put_into_other_groups_in_another_order_train_as_before(at, d
     assert all(problems.same(found[0], each) for each in found[1:])
 
 
+def test_refused_group_after_others_were_put_in_another_order_leaves_each_parameter_its_own():
+    found = []
+    for refused in (False, True):
+        parameters = problems.parameters([(16, 16), (16, 8), (16, 16)])
+        optimizer = LocalDeMo(problems.SGD(parameters), sync_every=2, chunk=16)
+        train(optimizer, range(4))
+        optimizer.param_groups[0]["params"] = parameters[::-1]
+        if refused:
+            with pytest.raises(TypeError, match=r"complex64; DeMo trains real floats, .* torch\.view_as_real"):
+                optimizer.add_param_group({"params": [Parameter(torch.zeros(4, 4, dtype=torch.complex64))]})
+        for step in range(4, 8):
+            problems.set_gradients(parameters, step)
+            optimizer.step()
+        found.append([parameter.detach() for parameter in parameters])
+    assert problems.same(*found)
+
+
+def test_state_of_a_parameter_that_is_frozen_now_loads_into_a_group_that_was_added_to_an_inner_optimizer():
+    saved, values = None, []
+    for frozen in (False, True):
+        one, other, added = problems.parameters([(8, 8), (8, 4), (4, 4)])
+        optimizer = LocalDeMo([problems.SGD([one]), problems.SGD([other])], sync_every=2)
+        optimizer.inner[1].add_param_group({"params": [added.requires_grad_(not frozen)]})
+        if saved is None:
+            train(optimizer, range(3))
+            with optimizer.shared():
+                saved = copy.deepcopy(optimizer.state_dict())
+        else:
+            optimizer.load_state_dict(saved)
+        added.requires_grad_(True)
+        train(optimizer, range(3, 6))
+        values.append(problems.values(optimizer))
+    assert problems.same(*values)
+
+
+def test_weights_are_the_global_ones_after_an_error_in_a_flush_of_steps_that_were_not_finite(monkeypatch):
+    optimizer = problems.local(SingleRank(), sync_every=2, delay=1)
+    train(optimizer, range(5))
+    problems.all_parameters(optimizer)[0].data[0] = torch.nan
+    train(optimizer, range(5, 6))
+    monkeypatch.setattr(optimizer.replicator, "exchange", Mock(side_effect=ExchangeError("away")))
+    with pytest.raises(ExchangeError, match="away"):
+        optimizer.flush()
+    assert not optimizer.weights_differ
+
+
 def test_names_that_are_fewer_than_parameters_are_told():
     optimizer = LocalDeMo(torch.optim.SGD(torch.nn.Linear(4, 4).named_parameters(), lr=0.1))
     optimizer.param_groups[0]["params"].append(Parameter(torch.zeros(4)))

@@ -141,12 +141,13 @@ def test_message_of_a_sampler_weighs_as_its_unsent_sequences_also_after_a_break_
     assert weights == [16] * 4
 
 
-def test_run_that_has_read_all_has_a_checkpoint_of_its_end():
+def test_run_that_has_read_all_has_one_checkpoint_of_its_end_also_if_its_trainer_goes_on():
     worker = Worker(ObjectStore(), 0, sync_every=2)
     for _ in demopt.RunSampler(worker.optimizer, 20, batch=2):
         worker.step()
-    worker.run.wait_for_uploads()
-    assert log.checkpoints(worker.run.store) == [0, worker.rounds]
+    ended = worker.rounds
+    assert worker.round(2).rounds == ended + 2
+    assert log.checkpoints(worker.run.store) == [0, ended]
 
 
 @pytest.mark.parametrize("delay", [0, 1])

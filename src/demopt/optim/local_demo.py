@@ -479,7 +479,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
-        if self.replicator.is_open:
+        if self.replicator.is_open and self.local_steps:
             self._weights.hold_start()
         with self._rounds.settled():
             return self._rounds.end_open_round()
@@ -502,8 +502,13 @@ class LocalDeMo(ReplicatedOptimizer):
         return current
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
-        """Returns the replicator's groups, one for each of `param_groups`, in order, even if nothing of it trains."""
-        global_of, groups = self._weights.global_of, []
+        """Returns the replicator's groups, one for each of `param_groups`, in order, even if nothing of it trains.
+
+        The global weights are then in this order, which is the same on all ranks.
+        """
+        known, groups = self._weights.global_of, []
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        global_of = self._weights.global_of = {local: known[local] for local in every if local in known}
         for group in self.param_groups:
             names = group.get("param_names", [""] * len(group["params"]))
             found = [(name, global_of[p]) for name, p in zip(names, group["params"], strict=True) if p in global_of]
@@ -516,13 +521,11 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
         """
-        self._weights.parameters = self._parameters()
-        self._weights.create()
+        self._weights.create(self._parameters())
         if self.replicator.round is None:
             self._weights.widen()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
-            self._weights.put_in_order()  # the same on all ranks
             self.replicator.groups[:] = self._replicated_groups()
         return begins or bool(self._weights.narrow)
 
@@ -695,7 +698,7 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self._weights.create(saved_of)
+            self._weights.create(self._parameters(), saved_of)
             self._weights.widen()  # loading forgets a round
             self._follow_changes()
             global_of = self._weights.global_of

@@ -421,7 +421,7 @@ class Replicator:
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
             if drifted or current.differing_copies:
                 raise DriftError(headers[0].round_number, drifted, current.differing_copies)
-        result.decoded, result.checked, result.skipped = decoded, True, bool(flags & NONFINITE)
+        result.decoded, result.skipped, result.checked = decoded, bool(flags & NONFINITE), True
         return result
 
     @uninterrupted()

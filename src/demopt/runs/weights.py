@@ -67,7 +67,7 @@ class SavedWorker:
     sent_from: int  # the first round in which a message of this worker would be later than the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # sequences in the message
-    in_error: int = 0  # those in the error alone; of an early 0.3.0 unknown
+    in_error: int = 0  # those in the error alone, and so in the message; in early states before that was made
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -82,7 +82,7 @@ class SavedWorker:
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(found.worker) and isinstance(found.before, str)
             if not (named and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)):
                 raise TypeError
-            return found
+            return replace(found, in_error=max(found.in_error, found.in_message))  # also in early states
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
@@ -297,7 +297,7 @@ class FolderRounds(Rounds):
 
     def _exchange_and_end(self) -> Round:
         """The same, but for the catch-up: within `join` that comes anyway. Returns the round."""
-        current = self.replicator.round
+        current, was_over = self.replicator.round, self.run.is_over
         assert current is not None
         try:
             messages = self.replicator.exchange()
@@ -310,7 +310,7 @@ class FolderRounds(Rounds):
         if not self.run.wants_next_round:
             self.run.take_back_hellos(self._number)
         if not self._may_be_behind:
-            self._save_if_due()
+            self._save_if_due(was_over)
         return current
 
     def _end(self, current: Round, messages: Tensor) -> None:
@@ -335,8 +335,10 @@ class FolderRounds(Rounds):
             told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
             raise DriftError(outcome.manifest.round, [], told, RESYNC_RUN)
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, was_over: bool) -> None:
         """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: who stays must have one.
+
+        `was_over`: the run, before the rounds that have come: a trainer may go on after its end.
 
         The senders of a round take turns, after that round. If one dies in its turn, the next checkpoint covers more.
         Before an end the first sender writes it, and who was left out, because it may be the last worker.
@@ -344,7 +346,8 @@ class FolderRounds(Rounds):
         run, last = self.run, self.run.last
         if last is None:
             return
-        if (last.envelope.leaves or run.is_over) and last.row in (None, 0) and run.manifest(self._number) is None:
+        ends = last.envelope.leaves or run.stopping or (run.is_over and not was_over)
+        if ends and last.row in (None, 0) and run.manifest(self._number) is None:
             self.save()  # no others have gone on
             return
         turn, rest = divmod(self._number, run.record.checkpoint_every)
@@ -361,6 +364,7 @@ class FolderRounds(Rounds):
 
     def _catch_up(self) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
+        was_over = self.run.is_over
         with self.replicator.follower.moved_by_others():
             self._follow_run()
         if self.run.wants_next_round:
@@ -368,7 +372,7 @@ class FolderRounds(Rounds):
         else:
             self.run.take_back_hellos(self._number)  # those ahead
         self._may_be_behind = False
-        self._save_if_due()
+        self._save_if_due(was_over)
 
     @uninterrupted()
     def settle(self) -> None:
