@@ -457,6 +457,14 @@ def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_an
     assert worker.rounds == 4
 
 
+@pytest.mark.parametrize(("rounds", "fate"), [(1, "is lost, because no round follows"), (2, "counts later")])
+def test_fate_of_messages_of_fewer_than_half_of_the_members_is_told(store, rounds, fate):
+    first, *_ = (Worker(store, seed).join() for seed in range(3))
+    first.run.rounds = rounds
+    first.round()
+    assert first.said[-1].endswith(f"what they have sent {fate}")
+
+
 def test_holder_of_the_key_moves_nothing_by_deciding_early_but_forges(store):
     liar, *others, joiner = (Worker(store, seed, key=KEY, weights=0, checkpoint_every=100) for seed in range(4))
     for worker in (liar, *others):

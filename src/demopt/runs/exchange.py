@@ -500,9 +500,10 @@ class FolderExchange(VaryingExchange):
                 "this worker's message, which was there before; its work is sent again"
             )
         if not (manifest.senders or manifest.refused):  # refusals, too, may leave no senders
+            fate = "is lost, because no round follows" if self.is_complete else "counts later"
             self.say(
                 f"round {manifest.round + 1}: fewer than half of its members have sent a message, so it moves nothing; "
-                "what they have sent counts later"
+                f"what they have sent {fate}"
             )
 
     def move_to(self, decided: Manifest | None, stops: bool, known_at: float | None = None) -> None:
