@@ -75,7 +75,12 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
             run = open_run(config.run, key, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
-    config, model = begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
+    try:
+        config, model = begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
+    except (MemoryError, RuntimeError) as error:  # of a model that is too large, as a stranger's run may ask for
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
     if run is None:
         shared = {name: value for name, value in config.record().items() if name in FROM_RUN}
         shared |= {"tokenizer": None if config.tokenizer == config.model else config.tokenizer}
