@@ -372,7 +372,7 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began, unsent=self.unsent, in_error=self.in_error)
+        return Attached(envelope, self.decided, self.round_began, in_message=self.unsent, in_error=self.in_error)
 
     @property
     def late_again(self) -> int:
@@ -389,10 +389,10 @@ class FolderExchange(VaryingExchange):
         """Returns `unsent` and `in_error` after a round."""
         sent = current.attached
         if not current.finite:  # its local steps are dropped, the error is as before
-            return self.unsent - (sent.unsent - sent.in_error), self.in_error
+            return self.unsent - (sent.in_message - sent.in_error), self.in_error
         if is_listed:  # those of local steps since remain
-            return self.unsent - sent.unsent, 0
-        return self.unsent, sent.unsent  # which is all in the error
+            return self.unsent - sent.in_message, 0
+        return self.unsent, sent.in_message  # which is all in the error
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.

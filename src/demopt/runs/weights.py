@@ -218,7 +218,7 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), unsent=sequences, is_resumed=True)
+        attached = Attached(envelope, before, round_began=time.monotonic(), in_message=sequences, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -388,8 +388,8 @@ class FolderRounds(Rounds):
         Others may decide rounds faster than it reads them: if it `asks`, it says hello ahead, and they wait there.
         Otherwise the newest checkpoint will do.
         """
-        run, began, rounds, load_seconds = self.run, time.monotonic(), 0, 0.0
-        told = began + _QUIET - _TOLD_EACH
+        run, since, rounds, load_seconds = self.run, time.monotonic(), 0, 0.0
+        told = since + _QUIET - _TOLD_EACH
         while not run.asked_to_stop() and (manifest := self.next_manifest()) is not None:
             if time.monotonic() - told > _TOLD_EACH:
                 told = time.monotonic()
@@ -407,15 +407,16 @@ class FolderRounds(Rounds):
                         "the others are asked to wait (the run's --checkpoint-every is small for this link)"
                     )
                     run.hello_ahead(self._number, 0.0, load_seconds)
-                began = time.monotonic()
+                loading = time.monotonic()
                 self.take(self._newest_checkpoint(least=manifest.round + 1))
-                load_seconds, began, rounds = time.monotonic() - began, time.monotonic(), 0
+                since, rounds = time.monotonic(), 0  # of the mean below
+                load_seconds = since - loading
             except ForkedError as error:
                 self._leave_fork(error, log.digest_of(run.decided))
             else:
                 rounds += 1
                 if asks and rounds > 3 and not rounds & (rounds - 1) and run.wants_next_round:
-                    run.hello_ahead(self._number, (time.monotonic() - began) / rounds)
+                    run.hello_ahead(self._number, (time.monotonic() - since) / rounds)
 
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
@@ -499,7 +500,7 @@ class FolderRounds(Rounds):
         unsent, in_error = (run.unsent, run.in_error) if current is None else run.unsent_after(current)
         message, in_message = None, 0
         if current is not None and current.finite and current.message is not None:
-            message, in_message = envelope_of(current.attached, current.message), current.attached.unsent
+            message, in_message = envelope_of(current.attached, current.message), current.attached.in_message
         reads = run.given_out if self._may_be_behind else run.unsent_reads  # by the manifest of these weights
         sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
