@@ -150,6 +150,16 @@ def test_run_that_has_read_all_has_one_checkpoint_of_its_end_also_if_its_trainer
     assert log.checkpoints(worker.run.store) == [0, ended]
 
 
+def test_worker_that_the_last_round_has_left_out_saves_the_end_of_the_run():
+    store = ObjectStore()
+    late, other = (Worker(store, number).join() for number in range(2))
+    late.run.rounds = other.run.rounds = 1
+    other.optimizer._rounds.save = Mock()  # in which it dies
+    for worker in (other, late):
+        worker.round()
+    assert (late.run.row, log.checkpoints(store)) == (None, [0, 1])
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_message_of_a_sampler_that_brings_what_a_left_out_one_had_weighs_as_much(delay):
     store = ObjectStore()

@@ -270,7 +270,7 @@ class FolderRounds(Rounds):
         self._may_be_behind = True  # also after an error, which may leave the weights of an older round
         with self.replicator.follower.moved_by_others():
             self.take(self._newest_checkpoint(least=0))
-        self._catch_up()
+        self._catch_up(self.run.is_over)
 
     # A round
 
@@ -279,7 +279,7 @@ class FolderRounds(Rounds):
         if self.replicator.is_open:
             self.exchange_and_apply()
         elif self._may_be_behind:  # an error has ended the catch-up
-            self._catch_up()
+            self._catch_up(self.run.is_over)
         if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
             self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
         return may_end and self.run.is_over
@@ -290,9 +290,9 @@ class FolderRounds(Rounds):
         After an error the round may be open, to try again: its message may be in the store by then, and count. Returns
         whether to send the message's content at once: a worker that is always late would never be in a round.
         """
-        current = self._exchange_and_end()
+        was_over, current = self.run.is_over, self._exchange_and_end()
         if self._may_be_behind:
-            self._catch_up()
+            self._catch_up(was_over)
         return self.run.late_again > 0 and self.run.wants_next_round and current.finite
 
     def _exchange_and_end(self) -> Round:
@@ -362,9 +362,8 @@ class FolderRounds(Rounds):
         else:
             self.save()
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, was_over: bool = False) -> None:
         """After a round without this worker: applies those decided since, and asks to be waited for, if it stays."""
-        was_over = self.run.is_over
         with self.replicator.follower.moved_by_others():
             self._follow_run()
         if self.run.wants_next_round:

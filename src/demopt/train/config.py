@@ -321,12 +321,14 @@ def _from_file(file: Path, given: Given) -> Given:
     """
     settings = _checked(read_file(file), file)
     with suppress(InputError):  # of the file's choice, which `given` may replace; or of that, which is told later
-        before, now = (_defaults(config_of(each)) for each in (settings, {**settings, **given}))
-        if settings.get("tokenizer") == "bytes":
-            before["vocab_size"] = before["vocab_size"] or BYTE_VOCABULARY
+        choices = settings, {**settings, **given}
+        before, now = (_defaults(config_of(each)) for each in choices)
+        for choice, usual in zip(choices, (before, now), strict=True):
+            if choice.get("tokenizer") == "bytes":
+                usual["vocab_size"] = usual["vocab_size"] or BYTE_VOCABULARY
         is_record = before.keys() <= settings.keys()
-        usual = {name for name, value in before.items() if is_record and settings[name] == value != now.get(name)}
-        return {name: value for name, value in settings.items() if name not in usual}
+        gone = {name for name, value in before.items() if is_record and settings[name] == value != now.get(name)}
+        return {name: value for name, value in settings.items() if name not in gone}
     return settings
 
 

@@ -129,7 +129,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
         rows = [row for part in (train, val) for row in part.rows]
         if (most := max(max(int(row.max(initial=0)), ~int(row.min(initial=0))) for row in rows)) >= config.vocab_size:
             told = f"its vocabulary is {config.vocab_size:,}, and the text holds token {most:,}"
-            raise InputError(f"--model {config.model}: {told}; give its own tokenizer")
+            raise InputError(f"--model {config.model}: {told}; encode it by the model's own tokenizer")
     return Corpus(train, val, size, _fingerprint(train, val), ratio, source)
 
 
@@ -172,7 +172,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
     """Splits unique documents into training and validation by a hash: none is on both sides.
 
     Of fewer than 1 / `fraction`, whose one may be all of its kind, or where those that fit are less than a fifth of it,
-    each is cut at its end. No conversation is: the shortest of the others joins them, if that leaves more to train on.
+    each is cut at its end. No conversation is: the shortest of the others joins them, if that is nearer to `fraction`.
     """
     unique = sorted(set(texts), key=lambda text: hashlib.blake2b(text).digest())
     left, chosen = fraction * sum(map(len, unique)), set[bytes]()
@@ -183,7 +183,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
     few = left > 0.8 * fraction * sum(map(len, unique))
     if any(isinstance(text, Chat) for text in unique):
         others = sorted({*unique} - chosen, key=len)
-        if not chosen or (few and 2 * len(others[0]) < sum(map(len, others))):
+        if not chosen or (few and len(others[0]) < 2 * left):
             chosen.add(others[0])
     elif few or len(unique) * fraction < 1:
         cuts = [(text, len(text) - max(1, int(len(text) * fraction))) for text in unique]
@@ -303,7 +303,8 @@ def _files(name: str, config: TrainConfig) -> list[Path]:
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
     ours = {os.path.realpath(config.out)}
     with suppress(ValueError):  # of none; one that cannot be is told where it is opened
-        ours.add(full(config.run))
+        run = full(config.run)
+        ours |= {run} if Path(run) not in Path(os.path.realpath(path)).parents else set()  # a share may hold both
     found, entered, faults = list[Path](), {*ours}, list[OSError]()
     try:
         for folder, below, files in os.walk(path, onerror=faults.append, followlinks=True):
@@ -413,10 +414,10 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> tuple[Tokens, T
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)), files=mapped)
     size = 1 + max(most)
     if config.tokenizer not in (None, "bytes", config.model):
-        if (known := _size(load_tokenizer(config.tokenizer))) < size:
+        if (known := _size(load_tokenizer(config.tokenizer))) < size and config.vocab_size is None:
             told = f"has tokens up to {known - 1}, and --data holds {size - 1}; give the one that wrote --data"
-            raise InputError(f"--tokenizer {config.tokenizer} {told}")
-        size = known
+            raise InputError(f"--tokenizer {config.tokenizer} {told}, or --vocab-size")
+        size = max(size, known)
     return train, val, size, None
 
 

@@ -22,7 +22,7 @@ _READ = {"step", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "ste
 
 
 class OutFolder:
-    """The paths in an --out folder. `old_stop`: when its file `stop` was changed last, before the command; 0: never."""
+    """The paths in an --out folder. `old_stop`: when its file `stop` was changed before the command; -1: never."""
 
     def __init__(self, root: Path, old_stop: int | None = None) -> None:
         self.root = root
@@ -152,10 +152,10 @@ class OutFolder:
 
 
 def _changed(place: Path) -> int:
-    """Returns when a file was changed last, in its file system's nanoseconds; 0 if there is none."""
+    """Returns when a file was changed last, in its file system's nanoseconds; -1 if there is none."""
     with suppress(OSError):
         return place.stat().st_mtime_ns
-    return 0
+    return -1
 
 
 def _delete(place: Path) -> None:
