@@ -521,7 +521,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
         """
-        self._weights.create(self._parameters())
+        self._weights.parameters = self._parameters()
+        self._weights.create()
         if self.replicator.round is None:
             self._weights.widen()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
@@ -698,7 +699,8 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self._weights.create(self._parameters(), saved_of)
+            self._weights.parameters = self._parameters()  # groups may have been added
+            self._weights.create(saved_of)
             self._weights.widen()  # loading forgets a round
             self._follow_changes()
             global_of = self._weights.global_of

@@ -49,6 +49,7 @@ class LocalWeights(Follower):
     """The local weights, which are the model's parameters, and the global weights of those that train."""
 
     def __init__(self, parameters: Sequence[Tensor], state_device: torch.device | None = None) -> None:
+        self.parameters = list(parameters)
         self._state_device = state_device  # of global weights and starts; None: that of each parameter
         self._staging = Staging()
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
@@ -59,14 +60,13 @@ class LocalWeights(Follower):
         self._one: Tensor | None = None  # by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
-        self.create(parameters)
+        self.create()
 
-    def create(self, parameters: Sequence[Tensor], saved: Collection[Tensor] = ()) -> None:
-        """Takes the parameters of now; creates global weights of those that train for the first time, or are `saved`.
+    def create(self, saved: Collection[Tensor] = ()) -> None:
+        """Creates global weights of parameters that train for the first time, or are `saved`.
 
         They are at least float32, because the update of a round is smaller than bfloat16 resolves.
         """
-        self.parameters = list(parameters)
         self.require_unmoved()
         known = self.global_of
         wanted = [each for each in self.parameters if each.requires_grad or each in known or each in saved]
