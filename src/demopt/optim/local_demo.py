@@ -10,7 +10,7 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -516,13 +516,13 @@ class LocalDeMo(ReplicatedOptimizer):
             groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
         return groups
 
-    def _follow_changes(self) -> bool:
+    def _follow_changes(self, saved: Collection[Tensor] = ()) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
-        Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
+        Parameters in a loaded state, `saved`, get global weights even if they are frozen. Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
         """
         self._weights.parameters = self._parameters()
-        self._weights.create()
+        self._weights.create(saved)
         if self.replicator.round is None:
             self._weights.widen()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
@@ -699,10 +699,8 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self._weights.parameters = self._parameters()  # groups may have been added
-            self._weights.create(saved_of)
-            self._weights.widen()  # loading forgets a round
-            self._follow_changes()
+            self._follow_changes(saved_of)  # groups may have been added
+            self._weights.widen()  # also with a round in flight, which loading forgets
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
             self._weights.restore({local: saved.ours for local, saved in saved_of.items()})
