@@ -487,6 +487,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
         self._weights.begin()
+        self._rounds.weigh()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
@@ -519,7 +520,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def _follow_changes(self, saved: Collection[Tensor] = ()) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
-        Parameters in a loaded state, `saved`, get global weights even if they are frozen. Returns whether a round in flight must end first: a parameter begins to train, or has become wider.
+        Those in a loaded state, `saved`, get global weights even if they are frozen. Returns whether a round in flight
+        must end first: a parameter begins to train, or has become wider.
         """
         self._weights.parameters = self._parameters()
         self._weights.create(saved)

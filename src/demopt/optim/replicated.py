@@ -128,7 +128,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
         found = self.own_state_dict()
-        if self._all_states and savers_of(found) not in map(savers_of, self._all_states.values()):
+        rank, _ = self.replicator.rank_and_size
+        if self._all_states and savers_of(found) != savers_of(self._all_states.get(rank, {"state": {}})):
             # Marks count entries: a parameter has begun to train since, or a script has cleared the inner state.
             self._all_states = None
         return consolidated(self._all_states, found) if self._all_states else found

@@ -37,7 +37,6 @@ class Checkpoint:
     number: int
     before: Manifest | None
     tensors: list[Tensor]
-    has_stopped: bool  # the run, in one of these rounds, since this worker has joined
 
 
 def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moments) -> None:
@@ -105,7 +104,7 @@ def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int)
     before = run.known_manifest(number - 1) if number else None
     if head.get("before") != log.digest_of(before):
         raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
-    return Checkpoint(number, before, found, run.joined and run.has_stopped(before))
+    return Checkpoint(number, before, found)
 
 
 def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int) -> Checkpoint:

@@ -44,7 +44,7 @@ from demopt.runs.open_round import (
 from demopt.runs.reading import MOST_NUMBER, Reading, Reads
 from demopt.runs.stop import StopWish
 from demopt.runs.store import MOST_JSON, RECORD, Patient, Store, open_store
-from demopt.runs.weights import FolderRounds, SavedWorker
+from demopt.runs.weights import FolderRounds
 from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
 from demopt.wire.message import Header
@@ -149,7 +149,6 @@ class FolderExchange(VaryingExchange):
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
         # Its own, and that of its rounds:
         self.role: Role = "outside"
-        self.restored: SavedWorker | None = None  # of a loaded state, until `move_to`: the weights are that state's
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
@@ -238,10 +237,12 @@ class FolderExchange(VaryingExchange):
         return record
 
     def find_or_start(
-        self, number: int, facts: dict[str, str], config_facts: Any, groups: list[Any], first: Callable[[], bytes]
-    ) -> tuple[bool, Manifest | None]:
+        self, number: int, of_run: str | None, facts: dict[str, str], config_facts: Any, groups: list[Any],
+        first: Callable[[], bytes],
+    ) -> tuple[bool, Manifest | None]:  # fmt: skip
         """Starts the run, or finds it; returns whether it has started it, and the manifest before round `number` there.
 
+        `of_run`: the run of a loaded state, if there is one.
         Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
@@ -261,7 +262,7 @@ class FolderExchange(VaryingExchange):
             if record.identity != mine:  # another worker was first
                 with suppress(ExchangeError):  # without the right to delete, it stays
                     self.store.delete([log.checkpoint_name(wanted, 0)])
-        if self.restored is not None and record.identity not in (mine, self.restored.run):
+        if of_run is not None and record.identity not in (mine, of_run):
             raise SettingsError(f"the state is of another run than {self.store.address} holds")
         log.check_facts(record, facts, self.store.address, self.worker)
         read = partial(log.read_manifest, self.store, record.identity, number - 1)
@@ -516,7 +517,6 @@ class FolderExchange(VaryingExchange):
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
         if stops:  # a trainer that goes on sends it no more
             self.wish.heard_at = math.inf
-        self.restored = None  # the weights are no loaded state's any more
 
     # Its end
 

@@ -116,6 +116,7 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._may_be_behind = False  # rounds may have been decided without this worker, and not be applied
+        self._restored: SavedWorker | None = None  # of a loaded state, while the weights are that state's
 
     @property
     def _number(self) -> int:
@@ -141,10 +142,11 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
-        started, before = run.find_or_start(self._number, *facts, lambda: checkpoint_of(replicator))
+        of_run = None if self._restored is None else self._restored.run
+        started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
         if started:
             run.given_out.clear()  # of a state of another run; what is in the message of that is in the error
-            run.restored, run.sent_from = None, 0
+            self._restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
@@ -188,7 +190,7 @@ class FolderRounds(Rounds):
                         f"{run.store.address}; join with a new optimizer, or one that has loaded its state of this run"
                     )
                 self._take_first()
-            case "joining" if (saved := run.restored) is not None:
+            case "joining" if (saved := self._restored) is not None:
                 run.worker = saved.worker
                 if saved.before != log.digest_of(before):
                     other = f"round {self._number} is another one in {run.store.address} than in the state"
@@ -196,7 +198,7 @@ class FolderRounds(Rounds):
                 else:
                     if saved.message is not None:
                         self._resume_round(saved.message, before, saved.in_message)
-                    run.move_to(before, stops=False)
+                    self._move_to(before, stops=False)
         if self.replicator.is_open:
             try:
                 self._exchange_and_end()
@@ -243,9 +245,8 @@ class FolderRounds(Rounds):
         self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
         self.replicator.follower.adopt()
-        if (saved := self.run.restored) is not None:  # its message would leave the momentum once more
-            empty = replace(saved, message=None, read=[], unsent=0, in_message=0, in_error=0)
-            self.run.restored = empty
+        if (saved := self._restored) is not None:  # its message would leave the momentum once more
+            self._restored = replace(saved, message=None, read=[], unsent=0, in_message=0, in_error=0)
         self.run.given_out.clear()  # whoever holds them reads them again
         self.run.unsent = self.run.in_error = self.run.left_out = 0  # nothing is left to be sent again
 
@@ -280,9 +281,11 @@ class FolderRounds(Rounds):
             self.exchange_and_apply()
         elif self._may_be_behind:  # an error has ended the catch-up
             self._catch_up(self.run.is_over)
+        return may_end and self.run.is_over
+
+    def weigh(self) -> None:
         if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
             self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
-        return may_end and self.run.is_over
 
     def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
@@ -431,7 +434,12 @@ class FolderRounds(Rounds):
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
             self.replicator.apply_missed(result, self.run.received_bytes - received)
-            self.run.move_to(manifest, manifest.stop)
+            self._move_to(manifest, manifest.stop)
+
+    def _move_to(self, decided: Manifest | None, stops: bool) -> None:
+        """Notes that the weights have moved, other than by an own round: they are no loaded state's any more."""
+        self.run.move_to(decided, stops)
+        self._restored = None
 
     # Forks
 
@@ -468,14 +476,15 @@ class FolderRounds(Rounds):
     def _newest_checkpoint(self, least: int) -> Checkpoint:
         return newest_checkpoint(self.run, self.replicator.wiring().replicated_tensors(), least)
 
-    @uninterrupted()
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`."""
-        for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
-            tensor.copy_(value)
-        self.replicator.round_number.fill_(checkpoint.number)
-        self.run.move_to(checkpoint.before, checkpoint.has_stopped)
+        stops = self.run.joined and self.run.has_stopped(checkpoint.before)
+        with uninterrupted():
+            for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
+                tensor.copy_(value)
+            self.replicator.round_number.fill_(checkpoint.number)
+            self._move_to(checkpoint.before, stops)
 
     def lent_moments(self) -> Moments:
         if self.moments():
@@ -492,8 +501,8 @@ class FolderRounds(Rounds):
         run = self.run
         if run.role == "outside":
             return {}
-        if run.restored is not None:
-            return replace(run.restored, unsent=run.unsent).entry()  # local steps may have come since
+        if self._restored is not None:
+            return replace(self._restored, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         unsent, in_error = (run.unsent, run.in_error) if current is None else run.unsent_after(current)
@@ -516,7 +525,8 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._may_be_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
-        run.role, run.given_out, run.unsent, run.in_error = "outside", set(), 0, 0
+        run.role, self._restored, run.given_out = "outside", saved, set()
+        run.unsent = run.in_error = run.left_out = 0
         if saved is not None:
-            run.role, run.restored, run.given_out = "joining", saved, {*saved.read}
+            run.role, run.given_out = "joining", {*saved.read}
             run.unsent, run.in_error, run.sent_from = saved.unsent, saved.in_error, saved.sent_from
