@@ -31,6 +31,7 @@ from laboratory import bench, gpu
 STEPS = 6
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
 DRAWING = threading.Lock()
+SAME_PARAMETERS = "torch.__future__.get_swap_module_params_on_conversion"  # a model keeps its own, as to and from CUDA
 
 
 class Small(nn.Module):
@@ -158,8 +159,7 @@ def test_model_that_is_moved_to_the_cpu_inside_shared_or_before_it_is_no_change_
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    same_parameters = "torch.__future__.get_swap_module_params_on_conversion"  # after a conversion, as on CUDA
-    with mock.patch(same_parameters, return_value=True):
+    with mock.patch(SAME_PARAMETERS, return_value=True):
         for _ in range(2):
             with optimizer.shared():
                 model.cpu()
@@ -290,7 +290,33 @@ def test_muon_of_equal_matrices_in_batches_is_that_of_single_ones_in_fewer_launc
     assert 30 < launches < _muon_steps(torch.optim.Muon, "toy")[1]
 
 
-def test_a_model_that_moves_after_local_demo_was_built_is_refused_and_loading_changes_nothing():
+@pytest.mark.parametrize(
+    "case", ["DeMo", *(f"LocalDeMo{kind}" for kind in ("", ", owner", ", delay", ", host, delay"))]
+)
+@toy.each(1)
+def test_model_that_moves_after_the_optimizer_was_built_trains_on_with_the_bits_of_one_that_stays(case):
+    def work(exchange, moves):
+        model = small("cpu", torch.float32)
+        settings = {"chunk": 16, "kernels": "torch", "process_group": gpu.ThroughHost(exchange), **CASES[case]}
+        if case == "DeMo":
+            optimizer = demopt.DeMo(model.parameters(), lr=0.01, **settings)
+        else:  # SGD has no state, which torch leaves where the model was
+            optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, **settings)
+        for step in range(8):
+            if "delay" in case and step == 3:
+                optimizer.flush()  # a move ends the round in flight, here at the same step with and without
+            if device := moves[exchange.rank].get(step):
+                with DRAWING, mock.patch(SAME_PARAMETERS, return_value=True):
+                    model.to(device)
+            steps_on(model, optimizer, exchange.rank, range(step, step + 1))
+        return tensors(model, optimizer)
+
+    expected = ranks.threads(work, 2, [{}, {}])
+    for moves in ([{0: "toy"}] * 2, [{3: "toy"}] * 2, [{0: "toy", 3: "cpu"}, {}], [{3: "toy"}, {0: "toy", 3: "cpu"}]):
+        assert all(map(problems.same, ranks.threads(work, 2, moves), expected))
+
+
+def test_local_demo_whose_model_has_lost_its_memory_is_refused_and_loading_changes_nothing():
     local_weight = nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([local_weight], lr=1.0, momentum=0.9)
     optimizer = demopt.LocalDeMo(inner)

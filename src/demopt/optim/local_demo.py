@@ -521,16 +521,16 @@ class LocalDeMo(ReplicatedOptimizer):
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Those in a loaded state, `saved`, get global weights even if they are frozen. Returns whether a round in flight
-        must end first: a parameter begins to train, or has become wider.
+        must end first: a parameter begins to train, has moved to another device, or has become wider.
         """
         self._weights.parameters = self._parameters()
         self._weights.create(saved)
         if self.replicator.round is None:
-            self._weights.widen()
+            self._weights.move()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
-        return begins or bool(self._weights.narrow)
+        return begins or bool(self._weights.unlike)
 
     def _parameters(self) -> list[Tensor]:
         """Returns the inner optimizers' parameters as they are now, checked."""
@@ -692,7 +692,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
-        self._weights.require_unmoved()
+        self._weights.require_same()
         numbered = read_state(state_dict, self.param_groups, of_local=True)
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
@@ -702,7 +702,7 @@ class LocalDeMo(ReplicatedOptimizer):
             # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
             self._follow_changes(saved_of)  # groups may have been added
-            self._weights.widen()  # also with a round in flight, which loading forgets
+            self._weights.move()  # also with a round in flight, which loading forgets
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
             self._weights.restore({local: saved.ours for local, saved in saved_of.items()})

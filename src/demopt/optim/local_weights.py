@@ -67,7 +67,7 @@ class LocalWeights(Follower):
 
         They are at least float32, because the update of a round is smaller than bfloat16 resolves.
         """
-        self.require_unmoved()
+        self.require_same()
         known = self.global_of
         wanted = [each for each in self.parameters if each.requires_grad or each in known or each in saved]
         if len(wanted) > len(known):
@@ -79,23 +79,34 @@ class LocalWeights(Follower):
             global_weight.requires_grad_(local.requires_grad)
 
     @property
-    def narrow(self) -> dict[torch.nn.Parameter, torch.dtype]:
-        """The global weights that are narrower than the local ones, as after model.double(), and the wider dtype."""
-        pairs = ((weight, torch.promote_types(p.dtype, weight.dtype)) for p, weight in self.global_of.items())
-        return {weight: wide for weight, wide in pairs if wide != weight.dtype}
+    def unlike(self) -> dict[Tensor, tuple[torch.device, torch.dtype]]:
+        """The local weights that are elsewhere than their global ones, or wider; where and how wide those must be.
 
-    def widen(self) -> None:
-        """Makes global weights as wide as the local ones, because D may be as small as these resolve."""
-        for weight, wide in self.narrow.items():
-            weight.data = weight.data.to(wide)
+        As after model.to(device), which a trainer may call later than a script builds its optimizer, or model.double().
+        """
+        found = {}
+        for local, each in self.global_of.items():
+            wanted = self._state_device or local.device, torch.promote_types(local.dtype, each.dtype)
+            if wanted != (each.device, each.dtype):
+                found[local] = wanted
+        return found
 
-    def require_unmoved(self) -> None:
-        """Raises an error if a parameter has another device or shape than its global weights were created for."""
+    def move(self) -> None:
+        """Moves global weights and starts to the local ones, as wide as these: D may be as small as these resolve."""
+        for local, (device, dtype) in self.unlike.items():
+            weight = self.global_of[local]
+            # not `.data`, which some devices cannot exchange with a CPU
+            torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.data.to(device, dtype), weight.requires_grad))
+            if local in self.start_of:
+                self.start_of[local] = self.start_of[local].to(device)
+
+    def require_same(self) -> None:
+        """Raises an error if a parameter has another shape than its global weights, or one of them has no memory."""
         for local, global_weight in self.global_of.items():
-            if self._state_device is None and global_weight.device != local.device:
+            if local.is_meta != global_weight.is_meta:
                 raise RuntimeError(
                     f"a parameter is on {local.device}, its global weights are on {global_weight.device}: build "
-                    "LocalDeMo after model.to(device)"
+                    "LocalDeMo after model.to_empty(device=device)"
                 )
             if global_weight.shape != local.shape:
                 position = [*map(id, self.parameters)].index(id(local))
@@ -167,7 +178,7 @@ class LocalWeights(Follower):
             return self._are_changed(marks)
         if kept is None or not self._are_written(marks):
             return False
-        return not _beginning(self._one).to(kept.dtype).allclose(kept, rtol=0.0, atol=0.0, equal_nan=True)
+        return not _beginning(self._one).to(kept).allclose(kept, rtol=0.0, atol=0.0, equal_nan=True)
 
     @property
     def _marks(self) -> dict[Tensor, tuple[int, int]]:
