@@ -1,6 +1,7 @@
 """Tokens, the split, batches by seed, step and rank alone; epochs, each sequence once; and parts by speed."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -72,6 +73,12 @@ def test_of_few_documents_each_is_cut_and_a_conversation_never_is():
     chats = [data.Chat(b"x" * length) for length in (100, 50, 70)]
     train, val = data.split(chats, 0.1)
     assert (sorted(train), val) == ([b"x" * 70, b"x" * 100], [b"x" * 50])
+
+
+def test_conversation_that_validates_is_the_same_in_all_processes():
+    chats = [data.Chat(bytes([65 + n]) * 100) for n in range(40)]
+    first = min(chats, key=lambda chat: hashlib.blake2b(chat).digest())  # whatever the order of a set is
+    assert data.split(chats, 0.01)[1] == [first]
 
 
 def test_validation_has_a_fifth_of_its_fraction_at_least_where_some_documents_are_large_and_some_small():

@@ -182,7 +182,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
             left -= len(text)
     few = left > 0.8 * fraction * sum(map(len, unique))
     if any(isinstance(text, Chat) for text in unique):
-        others = sorted({*unique} - chosen, key=len)
+        others = sorted((text for text in unique if text not in chosen), key=len)  # of equal ones, by hash
         if not chosen or (few and len(others[0]) < 2 * left):
             chosen.add(others[0])
     elif few or len(unique) * fraction < 1:
