@@ -1,5 +1,6 @@
 """demopt.integrations.transformers: the callback alone; examples/hf_trainer.py trains and resumes with it."""
 
+import gc
 import os
 import warnings
 from types import SimpleNamespace
@@ -228,6 +229,18 @@ def test_trainer_resumes_exactly_after_an_evaluation_that_failed(rank, tmp_path)
         resumed, trainer = weights(), trainer_of()
         trainer.train()
     assert torch.equal(resumed, weights())
+
+
+@ranks.each(1)
+def test_callback_finds_its_trainer_also_where_the_garbage_collector_does_not_list_it(rank, tmp_path):
+    with accelerate_rank(rank, 1):
+        trainer = _trainer(tmp_path, rank, _local_demo)
+        gc.freeze()
+        try:
+            trainer.train()
+        finally:
+            gc.unfreeze()
+        assert trainer.optimizer.optimizer.local_steps == 0  # of four, with a round after three
 
 
 def _trainer(folder, rank, kind, callbacks=(), **arguments):

@@ -300,6 +300,36 @@ def test_torchscript_takes_the_model_inside_shared_and_outside_rank_0_says_so(ra
                 torch.jit.script(made)
 
 
+@ranks.each(2)
+def test_scripted_model_trains_and_is_not_watched(rank):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script.*")
+        torch.manual_seed(0)
+        model = torch.jit.script(nn.Linear(4, 4))
+    optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.1), sync_every=1)
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    optimizer.step()
+    return optimizer.fingerprint()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@ranks.each(2)
+def test_two_local_demo_that_take_steps_with_common_parameters_say_so(rank, together):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    first, second = (demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1) for _ in range(2))
+    inputs = torch.full((1, 4), rank + 1.0)
+
+    def steps():
+        for optimizer in [first, second, first, second] if together else [second] * 4:
+            model.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+
+    told = problems.warned(steps)  # also that weights were changed outside the optimizer
+    assert any("Give common parameters to one LocalDeMo" in text for text in told) == (together and rank == 0)
+
+
 @pytest.mark.parametrize(
     ("order", "lose"), [("optimizer, model", [0, 1]), ("model, optimizer", []), ("model, optimizer, DDP", [1])]
 )

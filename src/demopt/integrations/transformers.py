@@ -1,6 +1,6 @@
 """transformers: `Trainer` without dense synchronisation, with every rank's momentum in its checkpoints."""
 
-import gc
+import inspect
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -43,16 +43,15 @@ class DeMoCallback(TrainerCallback):
             raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")
         unsync(parts["model"])
         own = {*map(id, parts["model"].parameters())}
-        for trainer in gc.get_objects():  # a callback has no reference to it
-            if not (issubclass(type(trainer), Trainer) and self in _callbacks(trainer)):
-                continue
-            for part in vars(trainer).values():  # the wrapped model; a loss, or several, with parameters of their own
-                for each in part.values() if isinstance(part, dict) else [part]:
-                    if isinstance(each, nn.Module) and any(id(p) in own for p in each.parameters()):
-                        unsync(each)
-            trainer._save_optimizer_and_scheduler = partial(self._save, trainer)
-            others = [each for each in _callbacks(trainer) if each not in (self._first, self._last)]
-            trainer.callback_handler.callbacks = [self._first, *others, self._last]
+        trainer = _calling_trainer()
+        for part in vars(trainer).values():  # the wrapped model; a loss, or several, with parameters of their own
+            for each in part.values() if isinstance(part, dict) else [part]:
+                if isinstance(each, nn.Module) and any(id(p) in own for p in each.parameters()):
+                    unsync(each)
+        trainer._save_optimizer_and_scheduler = partial(self._save, trainer)
+        handler = trainer.callback_handler
+        others = [each for each in handler.callbacks if each not in (self._first, self._last)]
+        handler.callbacks = [self._first, *others, self._last]
         if isinstance(optimizer, LocalDeMo):
             self._unhook.close()  # of a training before, which may have failed
             self._unhook.callback(optimizer.register_load_state_dict_pre_hook(self._leave).remove)
@@ -114,10 +113,14 @@ class DeMoCallback(TrainerCallback):
         type(trainer)._save_optimizer_and_scheduler(trainer, folder)
 
 
-def _callbacks(trainer: Any) -> list[Any]:
-    """Returns those of a Trainer; none of one whose constructor has failed."""
-    handler = vars(trainer).get("callback_handler")
-    return handler.callbacks if handler else []
+def _calling_trainer() -> Any:
+    """Returns the Trainer whose training is under way, to which its callbacks have no reference."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+        frame = frame.f_back
+    raise RuntimeError("on_train_begin was called by no Trainer; give the callback to one: callbacks=[DeMoCallback()]")
 
 
 def _gathered(optimizer: Any, value: bool) -> list[bool]:

@@ -96,10 +96,10 @@ def look_at_models(optimizer: Any) -> None:
                 optimizer.mistakes.watch(module)
 
 
-def _look_at_earlier(optimizer: Any) -> None:
-    """Notices local steps of an optimizer that this LocalDeMo replaces."""
+def _look_at_earlier(optimizer: Any) -> list[tuple[weakref.ref[Any], int]]:
+    """Notices local steps of an optimizer that this LocalDeMo replaces; returns those of its parameters, and steps."""
     if not optimizer._rounds.in_folder and optimizer.replicator.rank_and_size[1] == 1:
-        return
+        return []
     with _change:
         others = [each for each in _all if each is not optimizer and hasattr(each, "local_steps")]
     mine = {*map(id, _parameters_of(optimizer))}
@@ -113,6 +113,7 @@ def _look_at_earlier(optimizer: Any) -> None:
             "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "
             f"{call} before this one is built, or load a state into this one",
         )
+    return [(weakref.ref(each), each.mistakes._steps) for each in replaced]
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:
@@ -172,8 +173,7 @@ class Mistakes:
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
-        if is_new:
-            _look_at_earlier(optimizer)
+        self._earlier = _look_at_earlier(optimizer) if is_new else []
         self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # until a hint
         self._last = [0.0] * len(optimizer.param_groups)  # rates at the last round
         self._still = 0  # rounds since a rate rose
@@ -187,6 +187,8 @@ class Mistakes:
 
     def watch(self, model: nn.Module) -> None:
         """Notices it if the model runs in eval() with local weights."""
+        if isinstance(model, torch.jit.ScriptModule):  # it takes no hook
+            return
         if all(found() is not model for found, _ in self._watched):
             self._watched.append((weakref.ref(model), model.register_forward_pre_hook(_LocalWeightsSeen(self))))
 
@@ -240,6 +242,14 @@ class Mistakes:
         self._steps += 1
         if self._steps <= _LOOKED_AT and (copy := inner.copy_of_weights()):
             self._optimizer.warn_once("copy", f"{copy}, {NOT_MOVED}")
+        earlier = [(found(), steps) for found, steps in self._earlier if self._steps <= _LOOKED_AT]
+        if any(each is not None and each.mistakes._steps > steps for each, steps in earlier):
+            self._optimizer.warn_once(
+                "apart",
+                "another LocalDeMo takes steps with some of these parameters, too: a round of one takes what the other "
+                "has changed for its own. Give common parameters to one LocalDeMo, which skips those without a "
+                "gradient, or use DeMo",
+            )
 
     def collectives(self) -> int:
         """The number of collectives between the ranks so far, in steps before the first round."""

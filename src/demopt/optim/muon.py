@@ -129,7 +129,8 @@ def muon_adamw(
         # AdamW takes the wrong elements on a CPU, and says nothing. It takes either plain tensors or DTensors.
         is_mixed, device = len({hasattr(p, "placements") for p in rest}) > 1, rest[0].device.type
         fused = not is_mixed and device in ("cpu", "cuda") and all(p.dim() < 4 and p.is_contiguous() for p in rest)
-        found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused))
+        # None, not False, which would also turn off the one that torch takes on an accelerator.
+        found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused or None))
     return found
 
 
