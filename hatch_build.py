@@ -7,6 +7,7 @@ linked to one library, which picks by processor, so that a wheel runs on any mac
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -35,6 +36,8 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
         folder = Path(self.root, FOLDER)
         self._built = Path(tempfile.mkdtemp(), "cpu.so.1")
         if why_not := compile_kernels(folder, self._built):
+            if version == "editable":
+                (folder / "cpu.so.1").unlink(missing_ok=True)  # of an install before
             self.app.display_warning(
                 f"demopt is built without its CPU kernels, so its steps are slower: {why_not}; all else works, and "
                 "installing it again with a C compiler adds them"
@@ -55,10 +58,10 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
 
 def compile_kernels(folder: Path, library: Path) -> str | None:
     """Builds the library; returns why it could not, if so."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC") or "cc")  # maybe with arguments, as "ccache gcc"
     if os.environ.get("DEMOPT_KERNELS") == "0":
         return "DEMOPT_KERNELS is 0"
-    if compiler is None:
+    if shutil.which(compiler[0]) is None:
         return "no C compiler found (CC, or cc)"
     levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": []}
     texts = b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))
@@ -69,10 +72,10 @@ def compile_kernels(folder: Path, library: Path) -> str | None:
             builds[f"step_{level}"] = [str(folder / "step.c"), *machine, f"-DLEVEL={level}"]
         objects = [str(Path(temporary, f"{name}.o")) for name in builds]
         for build, built in zip(builds.values(), objects, strict=True):
-            if error := _run([compiler, *FLAGS, *build, "-c", "-o", built]):
+            if error := _run([*compiler, *FLAGS, *build, "-c", "-o", built]):
                 return error
         together = Path(temporary, library.name)
-        if error := _run([compiler, "-shared", *objects, "-lm", "-o", str(together)]):
+        if error := _run([*compiler, "-shared", *objects, "-lm", "-o", str(together)]):
             return error
         _replace(library, together)
     return None

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import problems
 import ranks
 from demopt import ExchangeError, LocalDeMo, SettingsError
-from demopt.exchange import Collective, Hierarchical, Meter, SingleRank, Threads, liveness
+from demopt.exchange import Collective, Exchange, Hierarchical, Meter, SingleRank, Threads, liveness
 from demopt.exchange.hierarchical import average
 from demopt.exchange.interface import gather_values
 from demopt.exchange.liveness import Answer, Liveness, verdict_of
@@ -189,6 +189,30 @@ def test_threads_and_nodes_refuse_what_is_no_number_of_ranks_and_no_exchange():
     for name in ("inter_node", "intra_node"):
         with pytest.raises(TypeError, match=f"{name} is None; give an Exchange"):
             Hierarchical(**{"inter_node": SingleRank(), "intra_node": SingleRank(), name: None})
+
+
+class AllGather(Exchange):
+    """An exchange with the two abstract methods alone."""
+
+    def __init__(self, inner):
+        self.rank, self.world_size, self._inner = inner.rank, inner.world_size, inner
+
+    def all_gather(self, message_B):
+        return self._inner.all_gather(message_B)
+
+    def broadcast(self, data_B, src):
+        self._inner.broadcast(data_B, src)
+
+
+@pytest.mark.parametrize("route", ["gather", "owner"])
+def test_exchange_of_ones_own_needs_all_to_all_for_owners_alone_and_says_so(route):
+    def step(exchange):
+        optimizer = problems.local(AllGather(exchange), [(64, 64)], problems.ADAMW, sync_every=1, route=route)
+        refused = pytest.raises(NotImplementedError, match=r"AllGather has no all_to_all, .*route='gather'")
+        with refused if route == "owner" else nullcontext():
+            problems.fingerprints(optimizer, [0], exchange.rank)
+
+    ranks.threads(step, 2)
 
 
 def test_nodes_in_the_background_are_refused_at_construction():

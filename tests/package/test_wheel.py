@@ -9,11 +9,14 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("hatchling")
+import hatch_build
+
 ROOT = Path(__file__).parents[2]
 
 STEP = """
@@ -31,18 +34,18 @@ print(shutil.which("cc"), library() is not None, chunk_group.kernel is not None,
 """
 
 
-def succeed(command, folder, path):
-    """Runs a command that sees no other programs than those on this PATH, and nothing of this environment."""
-    env = {"PATH": path, "HOME": str(folder)}
+def succeed(command, folder, path, **env):
+    """Runs a command that sees no other programs than those on this PATH, and nothing of this environment but `env`."""
+    env |= {"PATH": path, "HOME": str(folder)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done
 
 
-def build(source, target, out, path):
+def build(source, target, out, path, **env):
     """What hatchling builds of a source tree, and what it says."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
-    said = succeed(command, source, path)
+    said = succeed(command, source, path, **env)
     (made,) = out.iterdir()
     return made, said.stdout + said.stderr
 
@@ -75,6 +78,22 @@ def test_sdist_without_a_compiler_gives_a_wheel_for_all_machines_and_says_so(unp
     told = [line for line in said.splitlines() if "CPU kernels" in line]
     assert len(told) == 1
     assert "slower: no C compiler found (CC, or cc); all else works" in told[0]
+
+
+def test_compiler_may_come_with_arguments(unpacked, wheel, tmp_path):
+    made, _ = build(unpacked, "wheel", tmp_path / "made", os.environ["PATH"], CC="env cc")
+    assert made.name == wheel.name
+
+
+def test_editable_install_without_kernels_leaves_none_of_an_install_before(monkeypatch, tmp_path):
+    library = tmp_path / hatch_build.FOLDER / "cpu.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setenv("DEMOPT_KERNELS", "0")
+    hook = hatch_build.CompileKernels(str(tmp_path), {}, None, None, "", "wheel", mock.Mock())
+    hook.initialize("editable", {})
+    hook.finalize("editable", {}, "")
+    assert not library.exists()
 
 
 def test_wheel_depends_on_neither_pythons_version_nor_a_recent_glibc(wheel, tmp_path):

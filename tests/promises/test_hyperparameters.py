@@ -256,6 +256,7 @@ def test_parameter_listed_twice_or_with_elements_that_share_memory_is_refused():
                 make([Parameter(TwoTensor(torch.zeros(3), torch.zeros(3)))])
     with pytest.raises(ValueError, match="more than one parameter group"):
         DeMo([{"params": [parameter]}, {"params": [parameter]}])
+    DeMo([Parameter(torch.empty(8, 0, 2, 2).to(memory_format=torch.channels_last))])  # no elements, and strides of 0
 
 
 BUFFER = torch.zeros(12)

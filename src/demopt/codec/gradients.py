@@ -137,7 +137,8 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
             raise TypeError(
                 f"a frozen parameter of shape {shape} is {kind}, and ranks compare dense ones: leave it out"
             )
-        if parameter.requires_grad and any(n > 1 and not by for n, by in zip(shape, parameter.stride(), strict=True)):
+        repeats = any(n > 1 and not by for n, by in zip(shape, parameter.stride(), strict=True))
+        if parameter.requires_grad and parameter.numel() and repeats:
             raise ValueError(f"elements of a parameter of shape {shape} share memory, as after expand(): clone it")
         if id(parameter) in seen:
             raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")

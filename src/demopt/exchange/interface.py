@@ -37,7 +37,10 @@ class Exchange(ABC):
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r. Of route "owner", and nodes."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no all_to_all, which route 'owner' and several processes per node need: write "
+            "it, or give the optimizer route='gather'"
+        )
 
     @abstractmethod
     def broadcast(self, data_B: Tensor, src: int) -> None:

@@ -57,12 +57,10 @@ class IntegerQuantizer:
 
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
-        scale_C = self._scale(values.abs())
-        numbers = values < 0
+        code_C, numbers = scale_code(self._scale(values.abs())), values < 0
         for magnitude in range(1, self.largest_level):
-            sent_C1 = scale_of(scale_code(scale_C)).unsqueeze(1)
-            numbers = numbers + (values.abs() >= (magnitude + 0.5) * sent_C1) * 2
-        return [pack(scale_code(scale_C), SCALE_BITS), pack(numbers, self.bits)]
+            numbers = numbers + (values.abs() >= (magnitude + 0.5) * scale_of(code_C).unsqueeze(1)) * 2
+        return [pack(code_C, SCALE_BITS), pack(numbers, self.bits)]
 
     def numbers(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
         numbers = unpack(plane, self.bits, chunks * keep).unflatten(-1, (chunks, keep))
@@ -102,6 +100,5 @@ QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
     "float32": FloatQuantizer(torch.float32),
     # two thirds of the mean is near the least-squares scale for the strongest coefficients of a Gaussian
     "2-bit": IntegerQuantizer(2, scale=lambda magnitudes_CK: magnitudes_CK.mean(1) * (2 / 3)),
-    # of a single coefficient, its magnitude
-    "sign": IntegerQuantizer(1, scale=lambda each_CK: each_CK.mean(1) if each_CK.shape[1] > 1 else each_CK[:, 0]),
+    "sign": IntegerQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1)),
 }
