@@ -86,7 +86,9 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     exchange.await_all("broadcast_buffers()")
     faults = {name: fault for name, each in named.items() if (fault := unlike_memory(each))}
     forms = {name: faults.get(name) or f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
-    where = next((each.device for name, each in named.items() if name not in faults), None)
+    held = [*model.parameters(), *(each for name, each in named.items() if name not in faults)]
+    on_host = torch.device("cpu")  # nccl moves nothing from there, nor what a model without buffers tells of them
+    where = next((each.device for each in held if each.device.type not in ("cpu", "meta")), on_host)
     check_alike(exchange, {f"buffer {name}": form for name, form in forms.items()}, where)
     for name, fault in faults.items():  # now on all ranks
         raise TypeError(f"buffer {name} is {fault}; only dense ones can be sent")

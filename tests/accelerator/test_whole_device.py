@@ -349,6 +349,17 @@ def test_buffers_on_one_device_of_a_rank_and_on_two_of_another_are_broadcast(ran
     assert [each.running_mean.cpu().tolist() for each in model] == [[2.0] * 3] * 2
 
 
+@toy.each(2)
+def test_buffers_on_the_host_and_none_at_all_are_broadcast_by_a_group_that_moves_device_tensors_alone(rank):
+    toyccl.register()
+    group = dist.new_group(backend="toyccl")
+    linear, norm = nn.Linear(2, 2).to("toy"), nn.BatchNorm1d(3)
+    norm.running_mean.fill_(float(rank + 1))
+    demopt.broadcast_buffers(nn.Sequential(norm, linear), src=1, process_group=group)
+    assert norm.running_mean.tolist() == [2.0] * 3
+    demopt.broadcast_buffers(linear, process_group=group)
+
+
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
 @toy.each(1)
 def test_dcp_moves_a_state_between_accelerator_and_cpu(case, tmp_path):

@@ -81,6 +81,9 @@ def test_differing_version_route_and_hardware_are_refused(rank):
     torch.set_float32_matmul_precision(["highest", "high"][rank])
     _assert_named(refusal("muon"), 1, "its hardware", "float32 products high", "float32 products highest")
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = ["ieee", "tf32"][rank]  # after which torch does not tell the old name
+    _assert_named(refusal("muon"), 1, "its hardware", "float32 products tf32", "float32 products highest")
+    torch.set_float32_matmul_precision("highest")
 
 
 @ranks.alike(3)

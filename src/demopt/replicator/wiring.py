@@ -152,10 +152,18 @@ class Wiring:
             facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
         devices = {chunk_group.key.device for chunk_group in self.chunk_groups if chunk_group.rule.whole_matrix}
         if devices:  # which decide the bits of matrix products; last, because an error names the first difference
-            precision = f"float32 products {torch.get_float32_matmul_precision()}"  # TF32 or not, where devices have it
             described = map(_describe, sorted(devices, key=str))
-            facts[HARDWARE] = ", ".join((*described, precision, f"torch {torch.__version__}"))
+            facts[HARDWARE] = ", ".join((*described, f"float32 products {_precision()}", f"torch {torch.__version__}"))
         return facts
+
+
+def _precision() -> str:
+    """Returns whether float32 products are in TF32, where devices have it."""
+    backends: Any = torch.backends
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by torch's newer names, as by transformers' tf32=True
+        return f"{backends.cuda.matmul.fp32_precision} and {backends.mkldnn.matmul.fp32_precision}"
 
 
 def _describe(device: torch.device) -> str:
