@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -118,13 +120,11 @@ class Wiring:
         """The device of the bytes of handshakes and of consolidated states."""
         return next((to_local(parameter).device for parameter in self.parameters), torch.device("cpu"))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of all parameters in error messages."""
-        groups = [seen.group for seen in self.inputs.parameters]  # which may have got more since
-        return [
-            f"param_groups[{group}]['params'][{number - groups.index(group)}]" for number, group in enumerate(groups)
-        ]
+        of_groups = groupby(seen.group for seen in self.inputs.parameters)  # the groups may have got more since
+        return [f"param_groups[{group}]['params'][{place}]" for group, its in of_groups for place, _ in enumerate(its)]
 
     def require_unchanged(self) -> None:
         """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""
