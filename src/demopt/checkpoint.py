@@ -35,7 +35,7 @@ from demopt.exchange.dtensor import cut_of, placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.rounds import VaryingExchange
-from demopt.state import NAMES_IN_LOCAL, StateDict, overlaps, part_or_share
+from demopt.state import StateDict, overlaps, part_or_share
 
 __all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
@@ -195,9 +195,6 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
                 raise ValueError(f"the checkpoint's shards are {was}, those here {here or 'whole'}; {_SHARDS}")
             if not hasattr(like, "placements"):  # of one shard alone, which is the whole
                 return dict(values)
-            if "global" in values and not (sharded or here):  # into one shard: inner states become DTensors like it
-                inner = {name: value for name, value in values.items() if name not in NAMES_IN_LOCAL.values()}
-                sharded = [n for n, value in inner.items() if isinstance(value, Tensor) and value.shape == like.shape]
             return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
 

@@ -107,8 +107,11 @@ def test_more_or_fewer_parameters_than_in_a_checkpoint_are_told_as_such(tmp_path
 # FSDP2 inside pairs of ranks, demopt between the pairs
 
 
-def _sharded(rank, world_size, kind, folder, save, shards=2):
-    """The unsent part of each parameter's shard, and the bits of the shards four steps later. 0 shards: no FSDP2."""
+def _sharded(rank, world_size, kind, folder, save, shards=2, by_file=False):
+    """The unsent part of each parameter's shard, and the bits of the shards four steps later. 0 shards: no FSDP2.
+
+    `by_file`: by torch.save, on each rank, instead of DCP.
+    """
     replicas = world_size // (shards or 1)
     mesh = init_device_mesh("cpu", (replicas, shards or 1), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -127,7 +130,15 @@ def _sharded(rank, world_size, kind, folder, save, shards=2):
     if save:
         train(range(6))
     state = {"model": model.state_dict(), "optimizer": OptimizerState(optimizer)}
-    if save:
+    if by_file:
+        file, own = f"{folder}{rank}", [to_local(parameter.detach()) for parameter in parameters]
+        if save:
+            torch.save((own, optimizer.state_dict()), file)
+        else:
+            values, state = torch.load(file, weights_only=False)
+            torch._foreach_copy_(own, values)
+            optimizer.load_state_dict(state)
+    elif save:
         dcp.save(state, checkpoint_id=folder)
     else:
         problems.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
@@ -162,9 +173,10 @@ def test_dcp_loads_what_fsdp_over_one_process_has_saved_into_a_model_without_it(
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.parametrize(("before", "now"), [(1, 0), (0, 1)])
-def test_dcp_resumes_with_or_without_fsdp_over_one_process_bit_for_bit(kind, before, now, tmp_path):
-    saved = ranks.run(_sharded, 2, kind, str(tmp_path / "checkpoint"), True, before)
-    loaded = ranks.run(_sharded, 2, kind, str(tmp_path / "checkpoint"), False, now)
+@pytest.mark.parametrize("by_file", [False, True], ids=["by DCP", "by file"])
+def test_training_resumes_with_or_without_fsdp_over_one_process_bit_for_bit(kind, before, now, by_file, tmp_path):
+    saved = ranks.run(_sharded, 2, kind, str(tmp_path / "checkpoint"), True, before, by_file)
+    loaded = ranks.run(_sharded, 2, kind, str(tmp_path / "checkpoint"), False, now, by_file)
     assert [bits for _, bits in saved] == [bits for _, bits in loaded]
 
 

@@ -71,7 +71,9 @@ def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def placed_as(local: Tensor, like: Any) -> Any:
-    """Returns the DTensor of which `local` is this process's shard, placed as `like`."""
+    """Returns the DTensor of which `local` is this process's shard, placed as `like`; `local` if that is none."""
+    if not hasattr(like, "placements"):
+        return local
     from torch.distributed.tensor import DTensor  # takes a second, and most models have none
 
     held, shape = local.to(like.to_local().device), like.shape

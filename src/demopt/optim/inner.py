@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_apart, check_parameters
 from demopt.errors import first_line
-from demopt.exchange.dtensor import is_made_of_others, placed_as, shard_of, to_local
+from demopt.exchange.dtensor import cut_of, is_made_of_others, placed_as, shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.session import varies
@@ -259,10 +259,12 @@ class InnerOptimizers:
 
 def _copied(value: Any, like: Tensor) -> Any:
     """Returns a copy of a saved value: torch would train on in the caller's tensors, which may lie in a file."""
-    if hasattr(value, "placements") and value.placements == getattr(like, "placements", ()):
-        return placed_as(value.to_local().clone(), like)  # it may be on a mesh of another world
-    copied = hasattr(value, "placements") or (isinstance(value, Tensor) and not is_made_of_others(value))
-    return value.clone() if copied else value
+    if not isinstance(value, Tensor) or is_made_of_others(to_local(value)):
+        return value
+    cuts_nothing = value.shape == like.shape and not (cut_of(value) or cut_of(like))  # as a plain tensor, or one shard
+    if cuts_nothing or (hasattr(value, "placements") and value.placements == getattr(like, "placements", ())):
+        return placed_as(to_local(value).clone(), like)  # it may be on a mesh of another world
+    return value.clone()
 
 
 def _made_state(optimizer: torch.optim.Optimizer) -> bool:
