@@ -303,11 +303,11 @@ def test_model_that_moves_after_the_optimizer_was_built_trains_on_with_the_bits_
         else:  # SGD has no state, which torch leaves where the model was
             optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, **settings)
         for step in range(8):
-            if "delay" in case and step == 3:
-                optimizer.flush()  # a move ends the round in flight, here at the same step with and without
             if device := moves[exchange.rank].get(step):
                 with DRAWING, mock.patch(SAME_PARAMETERS, return_value=True):
                     model.to(device)
+            if "delay" in case and step == 3:
+                optimizer.flush()  # a move ends the round in flight, here at the same step with and without
             steps_on(model, optimizer, exchange.rank, range(step, step + 1))
         return tensors(model, optimizer)
 

@@ -317,11 +317,13 @@ def test_scripted_model_trains_and_is_not_watched(rank):
 def test_two_local_demo_that_take_steps_with_common_parameters_say_so(rank, together):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="state_device") as _failed:  # a notebook keeps it, and with it the optimizer
+        demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), state_device="cuda")
     first, second = (demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1) for _ in range(2))
     inputs = torch.full((1, 4), rank + 1.0)
 
     def steps():
-        for optimizer in [first, second, first, second] if together else [second] * 4:
+        for optimizer in [first, second] * 2 if together else [first, first, second, second]:
             model.zero_grad()
             model(inputs).sum().backward()
             optimizer.step()

@@ -94,9 +94,11 @@ class LocalWeights(Follower):
     def move(self) -> None:
         """Moves global weights and starts to the local ones, as wide as these: D may be as small as these resolve."""
         for local, (device, dtype) in self.unlike.items():
-            weight = self.global_of[local]
-            # not `.data`, which some devices cannot exchange with a CPU
-            torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.data.to(device, dtype), weight.requires_grad))
+            weight, moved = self.global_of[local], self.global_of[local].data.to(device, dtype)
+            if torch._has_compatible_shallow_copy_type(weight, moved):
+                weight.data = moved
+            else:  # as of XLA and a CPU
+                torch.utils.swap_tensors(weight, torch.nn.Parameter(moved, weight.requires_grad))
             if local in self.start_of:
                 self.start_of[local] = self.start_of[local].to(device)
 
@@ -298,7 +300,7 @@ class LocalWeights(Follower):
         for local, global_weight in self.global_of.items():
             target, source = to_local(local.detach()), to_local(global_weight.detach())
             if (mine := locals_of[local]) is not None and local.requires_grad:
-                source = source - (self._start(local, global_weight) - mine.to(source.dtype))
+                source = source - (self._start(local, global_weight) - mine.to(source))  # the model may have moved
             if self._is_here(local):
                 target.copy_(source)  # one by one: the differences of all would be a copy of the model
             else:
@@ -359,7 +361,7 @@ class LocalWeights(Follower):
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         if local not in self.start_of:  # D counts from the global weights, as the local ones have them
             return to_local(global_weight.detach().to(local.dtype).to(global_weight.dtype))
-        return to_local(self.start_of[local].to(global_weight.dtype))
+        return self.start_of[local].to(to_local(global_weight.detach()))
 
     def _copies(self, weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Returns copies of the local or the global weights: like the local ones, where the global ones are."""

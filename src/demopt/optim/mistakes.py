@@ -96,12 +96,12 @@ def look_at_models(optimizer: Any) -> None:
                 optimizer.mistakes.watch(module)
 
 
-def _look_at_earlier(optimizer: Any) -> list[tuple[weakref.ref[Any], int]]:
-    """Notices local steps of an optimizer that this LocalDeMo replaces; returns those of its parameters, and steps."""
+def _look_at_earlier(optimizer: Any) -> "list[weakref.ref[Any]]":
+    """Notices local steps of an optimizer that this LocalDeMo replaces; returns all that have its parameters."""
     if not optimizer._rounds.in_folder and optimizer.replicator.rank_and_size[1] == 1:
         return []
     with _change:
-        others = [each for each in _all if each is not optimizer and hasattr(each, "local_steps")]
+        others = [each for each in _all if each is not optimizer and hasattr(each, "mistakes")]  # a built LocalDeMo
     mine = {*map(id, _parameters_of(optimizer))}
     replaced = [each for each in others if not mine.isdisjoint(map(id, _parameters_of(each)))]
     if left := [each for each in replaced if each.weights_differ and not each._weights.are_replaced]:
@@ -113,7 +113,7 @@ def _look_at_earlier(optimizer: Any) -> list[tuple[weakref.ref[Any], int]]:
             "an earlier LocalDeMo of these parameters has local steps, and maybe an error, that no round has sent: "
             f"{call} before this one is built, or load a state into this one",
         )
-    return [(weakref.ref(each), each.mistakes._steps) for each in replaced]
+    return [weakref.ref(each) for each in replaced]
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:
@@ -174,6 +174,7 @@ class Mistakes:
     def __init__(self, optimizer: Any, is_new: bool) -> None:
         self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
         self._earlier = _look_at_earlier(optimizer) if is_new else []
+        self._earlier_steps = 0  # theirs, when this one took its first
         self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # until a hint
         self._last = [0.0] * len(optimizer.param_groups)  # rates at the last round
         self._still = 0  # rounds since a rate rose
@@ -240,10 +241,17 @@ class Mistakes:
         if collectives is not None and self.collectives() > collectives:
             self._optimizer.warn_once("communicates", f"the step of {inner.classes} {_COMMUNICATES}")
         self._steps += 1
-        if self._steps <= _LOOKED_AT and (copy := inner.copy_of_weights()):
-            self._optimizer.warn_once("copy", f"{copy}, {NOT_MOVED}")
-        earlier = [(found(), steps) for found, steps in self._earlier if self._steps <= _LOOKED_AT]
-        if any(each is not None and each.mistakes._steps > steps for each, steps in earlier):
+        if self._steps <= _LOOKED_AT:
+            if copy := inner.copy_of_weights():
+                self._optimizer.warn_once("copy", f"{copy}, {NOT_MOVED}")
+            self._look_at_common()
+
+    def _look_at_common(self) -> None:
+        """In the first local steps: notices another LocalDeMo that goes on with parameters of this one."""
+        earlier = sum(each.mistakes._steps for found in self._earlier if (each := found()) is not None)
+        if self._steps == 1:
+            self._earlier_steps = earlier
+        elif earlier > self._earlier_steps:
             self._optimizer.warn_once(
                 "apart",
                 "another LocalDeMo takes steps with some of these parameters, too: a round of one takes what the other "
