@@ -195,11 +195,11 @@ class Worker(Training):
     @property
     def ended(self) -> bool:
         """Whether the run has all its rounds, or this worker has its last step."""
-        return self.run.is_complete or self._has_drawn_last or self.steps_done == self.config.steps
+        return self.run.is_complete or self._is_at_last_step or self.steps_done == self.config.steps
 
     @property
-    def _has_drawn_last(self) -> bool:
-        """Whether the step that was drawn last is the run's last."""
+    def _is_at_last_step(self) -> bool:
+        """Whether the step whose batch was drawn last is the run's last."""
         return self.number == self.config.steps
 
     @property
@@ -303,7 +303,7 @@ class Worker(Training):
         """Takes a local step, and finishes a round if due or all is read. Returns whether `rows` may be reported."""
         run, row = self.run, rows[-1]
         run.unsent += self._step_sequences
-        run.leaving = run.asked_to_stop() or self._has_drawn_last
+        run.leaving = run.asked_to_stop() or self._is_at_last_step
         began = time.perf_counter()
         self.optimizer.local_step()
         local = time.perf_counter() - began
@@ -333,13 +333,13 @@ class Worker(Training):
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round; returns its cost. `loss`: of the step."""
         self._loss, stats = loss, Stats()
-        if self.optimizer.replicator.in_flight:  # first: if its message is left out, this one has those sequences, too
+        if self.optimizer.replicator.in_flight:  # first: the round in flight may end the run, and no other follows then
             self.optimizer.flush()
             stats = self.optimizer.stats
             self._hear(loss)
             # Others may have completed it while this one was left out. A stop ends all after that round, but for the
             # last steps: this worker has taken them, and with them it completes the run.
-            if self.run.is_complete or (self.run.stopping and not self._has_drawn_last):
+            if self.run.is_complete or (self.run.stopping and not self._is_at_last_step):
                 return stats
         self.optimizer.finish_round(last=self.run.leaving)
         self._hear(loss)
