@@ -10,7 +10,7 @@ INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 
 train: $(VENV)/.train
 	@echo "800 steps on two cores take five to ten minutes; the validation loss ends near 1.24 nats per byte."
-	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
+	$(BIN)/demopt train --workers 2 --device cpu --out runs/first --overwrite
 
 test: $(VENV)/.test $(VENV)/azurite/.installed check
 	$(BIN)/pytest --numprocesses auto --dist worksteal

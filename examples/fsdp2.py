@@ -21,7 +21,7 @@ parser.add_argument("--nodes", type=int, default=0, help="0: as many as torchrun
 parser.add_argument("--steps", type=int, default=30)
 arguments = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 if device == "cuda":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo")

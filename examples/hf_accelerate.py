@@ -22,7 +22,7 @@ parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDe
 args = parser.parse_args()
 
 seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run reads the same batches
-accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=seedable)
+accelerator = Accelerator(cpu=torch.cuda.device_count() < 2, gradient_accumulation_steps=2, dataloader_config=seedable)
 set_seed(0)
 files = sorted(Path(__file__).parent.glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()

@@ -40,7 +40,7 @@ trainer = Trainer(
         logging_steps=10,
         report_to="none",
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=torch.cuda.device_count() < 2,
     ),
     train_dataset=data,
     optimizers=(optimizer, None),

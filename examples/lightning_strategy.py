@@ -44,7 +44,7 @@ lightning.seed_everything(0)
 module = Module()
 trainer = lightning.Trainer(
     strategy=DeMoStrategy(),  # <- 2
-    accelerator="auto" if torch.cuda.is_available() else "cpu",
+    accelerator="auto" if torch.cuda.device_count() > 1 else "cpu",
     devices=2,
     max_epochs=2,
     limit_train_batches=2 * args.steps,

@@ -69,6 +69,6 @@ def train(config):
 if __name__ == "__main__":
     args = parser.parse_args()
     config = {"steps": args.steps, "demo": args.demo, "text": Path(__file__).read_bytes()}
-    scaling = ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available())
+    scaling = ScalingConfig(num_workers=2, use_gpu=torch.cuda.device_count() > 1)
     storage = RunConfig(name=args.out.name, storage_path=str(args.out.parent.absolute()))
     TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=storage).fit()

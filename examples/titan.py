@@ -19,7 +19,7 @@ parser.add_argument("--out", default="runs/titan")
 parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around AdamW")
 args = parser.parse_args()
 
-if not torch.accelerator.is_available():  # torchtitan asks for a GPU and its memory; this answers instead
+if torch.accelerator.device_count() < 2:  # torchtitan asks for a GPU and its memory; this answers instead
     answers = {"get_device_name": "CPU", "get_device_properties": MagicMock(total_memory=1 << 30)}
     answers |= {"memory_stats": {}, "current_device": 0, "device_count": 1}
     gpu = MagicMock(**{f"{name}.return_value": answer for name, answer in answers.items()})

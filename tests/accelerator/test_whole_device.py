@@ -6,6 +6,7 @@ import re
 import threading
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import toy
 import toyccl
+from safetensors.torch import load_file
 from torch import nn
 
 import demopt
@@ -22,11 +24,15 @@ import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.errors import MessageError
 from demopt.exchange import SingleRank, Threads
+from demopt.integrations.torchft import QuorumExchange
 from demopt.optim import muon, staging
 from demopt.runs.checkpoints import weights_digest
 from demopt.runs.store import ObjectStore
+from demopt.train.config import TrainConfig, resolve
+from demopt.train.model import begin, save
 from demopt.wire.message import HEADER_BYTES, pack_message
 from laboratory import bench, gpu
+from models import save_tiny
 
 STEPS = 6
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
@@ -358,6 +364,30 @@ def test_buffers_on_the_host_and_none_at_all_are_broadcast_by_a_group_that_moves
     demopt.broadcast_buffers(nn.Sequential(norm, linear), src=1, process_group=group)
     assert norm.running_mean.tolist() == [2.0] * 3
     demopt.broadcast_buffers(linear, process_group=group)
+
+
+@toy.each(2)
+def test_torchft_exchange_takes_tensors_of_a_device_through_the_host(rank):
+    exchange = QuorumExchange(SimpleNamespace(parent=dist.group.WORLD, abort=lambda: None))
+    data = torch.full((3,), rank, dtype=torch.uint8, device="toy")
+    assert exchange.all_gather(data).cpu().tolist() == [[0] * 3, [1] * 3]
+    exchange.broadcast(data, 1)
+    assert data.cpu().tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+@toy.each(1)
+def test_model_is_saved_without_a_second_one_on_the_device(lora, tmp_path):
+    folder = save_tiny(tmp_path / "base", torch.bfloat16)
+    config, model = begin(resolve(TrainConfig(model=str(folder), lora=lora, device="cpu")))
+    model.to("toy")
+    before, _ = toy.memory()
+    save(config, model, tmp_path / "out", merge=True)
+    assert toy.memory() == (before, before)
+    assert {each.device.type for each in (*model.parameters(), *model.buffers())} == {"toy"}
+    one, other = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])

@@ -1,5 +1,6 @@
 """Each script of examples/ runs on two ranks, and once more from the middle, to the same bits."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import forked
 
@@ -64,3 +66,31 @@ def test_examples_are_short_and_mark_the_lines_that_matter(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
     assert re.findall(r"# <- (\d)", text) == ["1", "2"]
+
+
+#: What an example asks before it takes GPUs, and the answer on a machine with one, where two ranks cannot share it.
+WITH_ONE_GPU = {
+    "fsdp2": "cpu", "hf_trainer": True, "hf_accelerate": True, "lightning_strategy": "cpu", "titan": True,
+    "ray_train": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answer"), WITH_ONE_GPU.items())
+def test_two_ranks_compute_on_the_cpu_unless_each_has_a_gpu(name, answer, monkeypatch):
+    asks = re.compile(r"(cuda|accelerator)\.(is_available|device_count)")
+    nodes = ast.walk(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")))
+    values = [each.test if isinstance(each, ast.If) else getattr(each, "value", None) for each in nodes]
+    asked = [ast.unparse(each) for each in values if isinstance(each, ast.Compare | ast.IfExp | ast.UnaryOp | ast.Call)]
+    question, answers = min(filter(asks.search, asked), key=len), []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for count in (1, 2):
+        for module in (torch.cuda, torch.accelerator):
+            monkeypatch.setattr(module, "is_available", lambda: True)
+            monkeypatch.setattr(module, "device_count", lambda count=count: count)
+        answers.append(eval(question, {"torch": torch, "os": os}))
+    assert answers[0] == answer != answers[1]
+
+
+def test_make_train_does_not_want_a_gpu_for_each_of_its_workers():
+    (flags,) = re.findall(r"demopt train (.*)", (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8"))
+    assert "--workers 2 --device cpu" in flags

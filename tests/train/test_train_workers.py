@@ -9,6 +9,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 import train_runs
 from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -159,6 +160,20 @@ def test_ranks_that_cannot_connect_are_told_and_have_a_fifth_of_the_time(local, 
         team.join(TrainConfig(timeout=600))
     assert str(told.value) == f"the ranks cannot connect: Gloo connectFullMesh failed with Connect timeout{remedy}"
     assert connect.call_args.kwargs["timeout"].total_seconds() == 120
+
+
+@pytest.mark.parametrize(("known", "taken"), [(None, "=eth7"), ("ib0", "ib0")])
+def test_nccl_takes_the_interface_that_gloo_is_told_unless_it_has_its_own(known, taken, monkeypatch):
+    monkeypatch.setattr(team, "pick_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(team, "_connect", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", known or "")
+    if known is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    with pytest.raises(KeyboardInterrupt):
+        team.join(TrainConfig())
+    assert os.environ["NCCL_SOCKET_IFNAME"] == taken
 
 
 def test_connected_ranks_wait_for_each_other_as_long_as_the_time_out(monkeypatch):

@@ -326,6 +326,7 @@ class QuorumExchange(Exchange):
         self.rank, self.world_size = self._ranks.index(group.rank()), len(self._ranks)
 
     def all_gather(self, message_B: Tensor) -> Tensor:
+        message_B = message_B.cpu()
         rows = [message_B.clone() for _ in range(self.world_size)]
         if not self._are_all:
             for rank, row in enumerate(rows):
@@ -338,12 +339,14 @@ class QuorumExchange(Exchange):
         return torch.stack(rows)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
+        data = data_B.cpu()  # gloo sends nothing from a GPU to one rank
         if self.rank == src:
             for rank in self._ranks:
                 if rank != self._ranks[src]:
-                    self._run(lambda rank=rank: self._group().send([data_B], rank, 0))
+                    self._run(lambda rank=rank: self._group().send([data], rank, 0))
         else:
-            self._run(lambda: self._group().recv([data_B], self._ranks[src], 0))
+            self._run(lambda: self._group().recv([data], self._ranks[src], 0))
+            data_B.copy_(data)
 
     def _run(self, start: Any) -> None:
         work = None

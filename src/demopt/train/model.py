@@ -56,10 +56,18 @@ def save(config: TrainConfig, model: Any, folder: Path, merge: bool = False) -> 
         model.save_pretrained(folder, save_embedding_layers=False)
         return
     if config.lora:
-        model = copy.deepcopy(model).merge_and_unload()
+        model = _on_host(model).merge_and_unload()
     if config.model and model.config.dtype != model.dtype:
-        model = copy.deepcopy(model).to(model.config.dtype)
+        model = _on_host(model).to(model.config.dtype)
     model.save_pretrained(folder)
+
+
+def _on_host(model: nn.Module) -> Any:
+    """Copies a model to the host: beside it and its optimizer, a GPU may have no memory for another one."""
+    copies: dict[int, Any] = {id(each): each.to("cpu", copy=True) for each in model.buffers()}
+    for each in model.parameters():
+        copies[id(each)] = nn.Parameter(each.detach().to("cpu", copy=True), each.requires_grad)
+    return copy.deepcopy(model, copies)
 
 
 def _fresh(config: TrainConfig) -> nn.Module:

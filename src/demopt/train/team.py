@@ -82,6 +82,8 @@ def join(config: TrainConfig) -> Team:
     device = pick_device(config.device, local, here)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if name := os.environ.get(INTERFACE):  # nccl would look for one itself
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     torch.set_num_threads(config.threads or max(1, cores() // here))
     if _spans_machines():
         refuse_loopback(os.environ["MASTER_ADDR"])
