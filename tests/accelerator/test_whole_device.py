@@ -23,7 +23,7 @@ import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.errors import MessageError
-from demopt.exchange import SingleRank, Threads
+from demopt.exchange import SingleRank, Threads, process_group
 from demopt.integrations.torchft import QuorumExchange
 from demopt.optim import muon, staging
 from demopt.runs.checkpoints import weights_digest
@@ -214,6 +214,15 @@ def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(ca
     torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=20))
     assert toy.races() == set()
     return mark
+
+
+@toy.each(2)
+def test_group_for_the_background_is_made_on_the_device_of_the_messages_not_the_current_one():
+    """Scripts that never call set_device have the first one as the current one, where nccl takes one rank alone."""
+    toyccl.register()
+    with mock.patch.object(process_group, "gather_values", wraps=process_group.gather_values) as told:
+        train(demopt.exchange.Collective(dist.new_group(backend="toyccl")), "toy", "LocalDeMo, delay")
+    assert [call.args[2] for call in told.call_args_list] == [torch.device("toy", 0)]
 
 
 def steps_on(model, optimizer, rank, steps):

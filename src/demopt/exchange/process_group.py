@@ -54,6 +54,7 @@ class Collective(Exchange):
         self.global_ranks = frozenset(self._global_ranks)
         self._liveness = _liveness()
         self._calls: Counter[str] = Counter()  # collectives that have "begun" and "ended"
+        self._device = torch.device(min(self._served_types))  # of the last one; before, the current one of a type
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         message_B = self._served(message_B)
@@ -100,7 +101,7 @@ class Collective(Exchange):
         found = {key: idle.pop(key, None) for key in [*idle] if key[0] == kind}  # so that no other thread takes them
         mine = {name: group for (_, name), group in found.items() if group is not None}
         offered = {name: calls["ended"] for name, (_, calls) in mine.items()}
-        told = gather_values(self, [f"demopt {uuid.uuid4()}", offered], torch.device(min(self._served_types)))
+        told = gather_values(self, [f"demopt {uuid.uuid4()}", offered], self._device)
         name, offers = told[0]
         name = next((each for each in offers if all(theirs.get(each) == offers[each] for _, theirs in told)), name)
         pg, calls = mine.pop(name, None) or (_new_group(ranks, self.rank, backend, timeout, name), Counter())
@@ -132,6 +133,7 @@ class Collective(Exchange):
     def _run(self, tensor: Tensor, collective: Any, *given: Any) -> None:
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
         timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._pg)
+        self._device = tensor.device
         self._calls["begun"] += 1
         _THREADS[self._pg] = threading.get_ident()
         with self._liveness.waiting(self._global_ranks):
