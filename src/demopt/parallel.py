@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import fsdp_groups, parts_of, unlike_memory
+from demopt.exchange.interface import device_between
 from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.mistakes import check_model, remember
 from demopt.replicator.session import check_alike
@@ -86,9 +87,8 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     exchange.await_all("broadcast_buffers()")
     faults = {name: fault for name, each in named.items() if (fault := unlike_memory(each))}
     forms = {name: faults.get(name) or f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
-    held = [*model.parameters(), *(each for name, each in named.items() if name not in faults)]
-    on_host = torch.device("cpu")  # nccl moves nothing from there, nor what a model without buffers tells of them
-    where = next((each.device for each in held if each.device.type not in ("cpu", "meta")), on_host)
+    held = [*model.parameters(), *(each for name, each in named.items() if name not in faults)]  # maybe no buffers
+    where = device_between(each.device for each in held)
     check_alike(exchange, {f"buffer {name}": form for name, form in forms.items()}, where)
     for name, fault in faults.items():  # now on all ranks
         raise TypeError(f"buffer {name} is {fault}; only dense ones can be sent")

@@ -331,6 +331,23 @@ def test_model_that_moves_after_the_optimizer_was_built_trains_on_with_the_bits_
         assert all(map(problems.same, ranks.threads(work, 2, moves), expected))
 
 
+@pytest.mark.parametrize("case", ["DeMo", *(f"LocalDeMo{kind}" for kind in ("", ", owner", ", top-k", ", delay"))])
+@toy.each(1)
+def test_model_on_the_host_and_on_an_accelerator_trains_with_the_bits_of_the_cpu(case):
+    def work(exchange, on_toy):
+        model = small("cpu", torch.float32)
+        with DRAWING, mock.patch(SAME_PARAMETERS, return_value=True):
+            for part in on_toy:
+                getattr(model, part).to("toy")
+        optimizer = optimizer_of(case, model, gpu.ThroughHost(exchange))
+        steps_on(model, optimizer, exchange.rank, range(STEPS))
+        return tensors(model, optimizer)[: len(list(model.parameters()))]  # errors depend on which chunks are together
+
+    expected, *found = (ranks.threads(work, 2, parts) for parts in ([], ["head"], ["embedding", "norm"]))
+    for each in found:
+        assert all(map(problems.same, each, expected))
+
+
 def test_local_demo_whose_model_has_lost_its_memory_is_refused_and_loading_changes_nothing():
     local_weight = nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([local_weight], lr=1.0, momentum=0.9)

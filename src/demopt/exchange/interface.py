@@ -5,7 +5,7 @@ An exchange never looks inside a message.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,6 +152,11 @@ class Meter(Exchange):
 def all_reduce_bytes(size: int, world_size: int) -> int:
     """Returns the bytes of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather, rounded up."""
     return -(-2 * (world_size - 1) * size // world_size)
+
+
+def device_between(devices: Iterable[torch.device]) -> torch.device:
+    """Returns the device whose tensors ranks exchange: the first accelerator, as nccl moves nothing of the host."""
+    return next((each for each in devices if each.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def gather_values(exchange: Exchange, value: Any, device: torch.device | None = None) -> list[Any]:

@@ -43,15 +43,15 @@ class DeMoCallback(TrainerCallback):
             raise ValueError("enable_jit_checkpoint saves weights and state of rank 0 alone; use save_steps instead")
         unsync(parts["model"])
         own = {*map(id, parts["model"].parameters())}
-        trainer = _calling_trainer()
-        for part in vars(trainer).values():  # the wrapped model; a loss, or several, with parameters of their own
-            for each in part.values() if isinstance(part, dict) else [part]:
-                if isinstance(each, nn.Module) and any(id(p) in own for p in each.parameters()):
-                    unsync(each)
-        trainer._save_optimizer_and_scheduler = partial(self._save, trainer)
-        handler = trainer.callback_handler
-        others = [each for each in handler.callbacks if each not in (self._first, self._last)]
-        handler.callbacks = [self._first, *others, self._last]
+        if (trainer := _calling_trainer()) is not None:
+            for part in vars(trainer).values():  # the wrapped model; a loss, or several, with parameters of their own
+                for each in part.values() if isinstance(part, dict) else [part]:
+                    if isinstance(each, nn.Module) and any(id(p) in own for p in each.parameters()):
+                        unsync(each)
+            trainer._save_optimizer_and_scheduler = partial(self._save, trainer)
+            handler = trainer.callback_handler
+            others = [each for each in handler.callbacks if each not in (self._first, self._last)]
+            handler.callbacks = [self._first, *others, self._last]
         if isinstance(optimizer, LocalDeMo):
             self._unhook.close()  # of a training before, which may have failed
             self._unhook.callback(optimizer.register_load_state_dict_pre_hook(self._leave).remove)
@@ -114,13 +114,11 @@ class DeMoCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """Returns the Trainer whose training is under way, to which its callbacks have no reference."""
+    """Returns the Trainer that is training, to which its callbacks have no reference; None in other loops."""
     frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
-            return trainer
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
-    raise RuntimeError("on_train_begin was called by no Trainer; give the callback to one: callbacks=[DeMoCallback()]")
+    return frame and frame.f_locals["self"]
 
 
 def _gathered(optimizer: Any, value: bool) -> list[bool]:

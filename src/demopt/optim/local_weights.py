@@ -94,13 +94,13 @@ class LocalWeights(Follower):
     def move(self) -> None:
         """Moves global weights and starts to the local ones, as wide as these: D may be as small as these resolve."""
         for local, (device, dtype) in self.unlike.items():
+            if local in self.start_of:  # first: without memory for the rest, this is tried again
+                self.start_of[local] = self.start_of[local].to(device)
             weight, moved = self.global_of[local], self.global_of[local].data.to(device, dtype)
             if torch._has_compatible_shallow_copy_type(weight, moved):
                 weight.data = moved
             else:  # as of XLA and a CPU
                 torch.utils.swap_tensors(weight, torch.nn.Parameter(moved, weight.requires_grad))
-            if local in self.start_of:
-                self.start_of[local] = self.start_of[local].to(device)
 
     def require_same(self) -> None:
         """Raises an error if a parameter has another shape than its global weights, or one of them has no memory."""

@@ -19,6 +19,7 @@ from demopt.codec.steps import Workspace, decompress, subtract_sent
 from demopt.core.agreement import trusted
 from demopt.errors import first_line
 from demopt.exchange import Exchange
+from demopt.exchange.interface import device_between
 from demopt.wire.bits import Faults
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Layout
@@ -70,8 +71,8 @@ class Route:
         self.rank = rank
         self.world_size = world_size
         self.workspace = workspace
-        self.device = chunk_groups[0].key.device if chunk_groups else torch.device("cpu")  # of messages
         self.devices = [chunk_group.key.device for chunk_group in chunk_groups]
+        self.device = device_between(self.devices)  # of messages
         self.layout = Layout(tuple(chunk_group.section for chunk_group in chunk_groups))
 
     @classmethod

@@ -15,6 +15,7 @@ from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.codec.steps import Workspace
 from demopt.core.exact import guard_bits
 from demopt.exchange.dtensor import parts_of, shard_groups, to_local
+from demopt.exchange.interface import device_between
 from demopt.kernels.gate import check_in_host_memory
 from demopt.replicator.owner import Owner
 from demopt.replicator.route import Route
@@ -118,7 +119,7 @@ class Wiring:
     @property
     def device(self) -> torch.device:
         """The device of the bytes of handshakes and of consolidated states."""
-        return next((to_local(parameter).device for parameter in self.parameters), torch.device("cpu"))
+        return device_between(to_local(parameter).device for parameter in self.parameters)
 
     @cached_property
     def names(self) -> list[str]:
