@@ -146,6 +146,18 @@ def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_ea
     assert times_applied(store, [late, other]) == [[1.0] * late.taken, [1.0] * other.taken]
 
 
+def test_regrouping_with_the_same_run_keeps_the_message_of_a_loaded_state():
+    store, (other, dies) = counters()
+    steps(*[other, dies] * 2, dies)
+    away = patch.object(dies.run, "propose", side_effect=ExchangeError("away"))
+    with away, pytest.raises(ExchangeError, match="away"):
+        dies.step()
+    again = Counter(store, 1, 0, dies.state(), dies.taken)
+    again.optimizer.regroup(again.run)
+    steps(*[again.join(), other] * 2)
+    assert times_applied(store, [other, again]) == [[1.0] * other.taken, [1.0] * again.taken]
+
+
 def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store):
     first, second = joined(store, keep_log=True)
     rounds(first, second, first, second)
