@@ -7,7 +7,6 @@ linked to one library, which picks by processor, so that a wheel runs on any mac
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -58,9 +57,10 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
 
 def compile_kernels(folder: Path, library: Path) -> str | None:
     """Builds the library; returns why it could not, if so."""
-    compiler = shlex.split(os.environ.get("CC") or "cc")  # maybe with arguments, as "ccache gcc"
     if os.environ.get("DEMOPT_KERNELS") == "0":
         return "DEMOPT_KERNELS is 0"
+    named = os.environ.get("CC", "").strip() or "cc"
+    compiler = [named] if shutil.which(named) else named.split()  # maybe with arguments, as "ccache gcc"
     if shutil.which(compiler[0]) is None:
         return "no C compiler found (CC, or cc)"
     levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": []}

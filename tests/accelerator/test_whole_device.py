@@ -315,8 +315,8 @@ def test_model_that_moves_after_the_optimizer_was_built_trains_on_with_the_bits_
         settings = {"chunk": 16, "kernels": "torch", "process_group": gpu.ThroughHost(exchange), **CASES[case]}
         if case == "DeMo":
             optimizer = demopt.DeMo(model.parameters(), lr=0.01, **settings)
-        else:  # SGD has no state, which torch leaves where the model was
-            optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, **settings)
+        else:
+            optimizer = demopt.LocalDeMo(adamw(model.parameters()), sync_every=2, **settings)
         for step in range(8):
             if device := moves[exchange.rank].get(step):
                 with DRAWING, mock.patch(SAME_PARAMETERS, return_value=True):

@@ -38,8 +38,8 @@ class Exchange(ABC):
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r. Of route "owner", and nodes."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no all_to_all, which route 'owner' and several processes per node need: write "
-            "it, or give the optimizer route='gather'"
+            f"{type(self).__name__} has no all_to_all, which route 'owner' needs, and every route with several "
+            "processes per node: write it; with one process per node, route='gather' does without"
         )
 
     @abstractmethod

@@ -52,10 +52,12 @@ class InnerOptimizers:
         self.is_stepping = False  # a local step is under way
         self._lent: dict[str, dict[str, Tensor]] = {}  # moments of another worker, of parameters without a step
         self._told = False  # that the state of an optimizer inside one is not saved
+        self._places: dict[Tensor, torch.device] = {}  # of parameters, and so of their state
         if copy := self.copy_of_weights():
             raise TypeError(f"inner: {copy}, {NOT_MOVED}")
         self._settings: list[GroupSettings] = []
         self._follow()
+        self.move()
         self.watch()
 
     def watch(self) -> None:
@@ -190,6 +192,20 @@ class InnerOptimizers:
             for parameter in [each for each in parameters if each in found] or parameters[:1]:
                 found.setdefault(parameter, {})[IN_GROUP] = in_group
         return found
+
+    def move(self) -> None:
+        """Moves state along with parameters that have moved since the last call: a model may, after its optimizer."""
+        before, self._places = self._places, {p: p.device for group in self.groups for p in group["params"]}
+        if all(before.get(parameter, place) == place for parameter, place in self._places.items()):
+            return
+        for each in self.optimizers:
+            for group in each.param_groups:
+                is_alike = group.get("fused") or group.get("capturable")  # otherwise "step" stays on the host
+                for parameter in group["params"]:
+                    entry, was = each.state.get(parameter, {}), before.get(parameter)
+                    for name, value in entry.items():
+                        if isinstance(value, Tensor) and value.device == was and (name != "step" or is_alike):
+                            entry[name] = value.to(parameter.device)
 
     def moments(self) -> dict[str, Tensor]:
         """Returns all state by "number of parameter.name", to lend it; nothing if some of it is no tensor."""

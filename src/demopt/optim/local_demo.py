@@ -525,6 +525,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         self._weights.parameters = self._parameters()
         self._weights.create(saved)
+        self._inner.move()
         if self.replicator.round is None:
             self._weights.move()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between

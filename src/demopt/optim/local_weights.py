@@ -91,6 +91,7 @@ class LocalWeights(Follower):
                 found[local] = wanted
         return found
 
+    @uninterrupted()
     def move(self) -> None:
         """Moves global weights and starts to the local ones, as wide as these: D may be as small as these resolve."""
         for local, (device, dtype) in self.unlike.items():
