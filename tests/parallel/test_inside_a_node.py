@@ -64,12 +64,13 @@ def _sequence(group):
 
 
 @pytest.mark.parametrize("recipe", ["FSDP2", "HSDP"])
+@pytest.mark.parametrize("kind", ["LocalDeMo", "LocalDeMo, delay"])
 @ranks.each(4)
-def test_shards_have_the_same_bits_with_the_state_on_the_host(rank, recipe):
+def test_shards_have_the_same_bits_with_the_state_on_the_host(rank, kind, recipe):
     """Where parameters count as those of an accelerator."""
     with mock.patch.object(LocalWeights, "_is_here", return_value=False):
-        on_host = _run(rank, "LocalDeMo, host", recipe)
-    assert on_host == _run(rank, "LocalDeMo", recipe)
+        on_host = _run(rank, f"{kind}, host", recipe)
+    assert on_host == _run(rank, kind, recipe)
 
 
 def _run(rank, kind, recipe):
@@ -83,8 +84,8 @@ def _run(rank, kind, recipe):
         optimizer = demopt.DeMo(model.parameters(), lr=0.01, process_group=mesh["replicate"])
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=0.02)
-        where = "cpu" if "host" in kind else None
-        optimizer = demopt.LocalDeMo(inner, sync_every=2, state_device=where, process_group=mesh["replicate"])
+        settings = {"state_device": "cpu" if "host" in kind else None, "delay": int("delay" in kind)}
+        optimizer = demopt.LocalDeMo(inner, sync_every=2, **settings, process_group=mesh["replicate"])
     teacher = problems.draw((16, 4), 77) / 4
 
     def loss_on(*seeds):
@@ -105,6 +106,8 @@ def _run(rank, kind, recipe):
             optimizer.step()
             between_replicas.append(sum(map(_sequence, between)) - before)
             sent.append(optimizer.stats.sent_bytes)
+        if "delay" in kind:
+            optimizer.flush()
         losses.append(float(loss_on(1000).detach()))
     return losses, problems.bits(model.parameters()), between_replicas, sent
 

@@ -362,7 +362,7 @@ class LocalWeights(Follower):
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         if local not in self.start_of:  # D counts from the global weights, as the local ones have them
             return to_local(global_weight.detach().to(local.dtype).to(global_weight.dtype))
-        return self.start_of[local].to(to_local(global_weight.detach()))
+        return to_local(self.start_of[local]).to(to_local(global_weight.detach()))
 
     def _copies(self, weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Returns copies of the local or the global weights: like the local ones, where the global ones are."""
