@@ -148,11 +148,9 @@ class OpenRound:
         # Members take turns at reading the wish to stop, and tell the others by their message.
         if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
             looks.append(run.wish.hear)
-        # The put may go beside the look, unless
-        may_be_late = elapsed >= SLACK * mine.seconds + run.late  # no long upload if it is over
-        may_be_late = may_be_late or self._attached.is_resumed
-        may_be_gone = elapsed >= _STILL_THERE  # nothing is put where the manifest before is gone
-        if not (may_be_late or may_be_gone):
+        # The put goes beside the look while this is early: later the round may be over, which spares a long upload, or
+        # the manifest before may be gone, and nothing is put there.
+        if elapsed < min(SLACK * mine.seconds + run.late, _STILL_THERE) and not self._attached.is_resumed:
             *_, self.mine = run.together([*looks, partial(run.put, mine)])
             self.put_at = time.monotonic()
             return self.read_manifest()
