@@ -277,6 +277,15 @@ def test_object_that_a_cache_gives_half_or_not_at_all_is_read_again(store, endin
 
 
 @pytest.mark.parametrize("key", [None, bytes(32)])
+def test_only_checkpoint_is_read_again_of_which_a_cache_gives_half(store, key):
+    first, cache = Worker(store, 0, key=key).join(), Cache(store, "start/", 0.5)
+    joiner = Worker(cache, 1, key=key)
+    joiner.run._patient.patience = 60.0
+    assert joiner.join().digest == first.digest
+    assert cache.known
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)])
 @pytest.mark.parametrize("body", [b"", b"<html>"])
 @pytest.mark.parametrize("ending", ["/manifest", ".message"])
 def test_false_answer_for_an_object_that_is_absent_is_none(ending, body, key):

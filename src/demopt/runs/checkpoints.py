@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,11 +94,16 @@ def _delete_old(run: FolderExchange, number: int) -> None:
 
 def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int) -> Checkpoint | None:
     """Returns the weights after `number` rounds, in the form of `tensors`; None if they are not there."""
-    name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
-    data = run.store.get(name, size + MOST_HEAD)
-    if data is None:
+    name, most = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors) + MOST_HEAD
+    read = partial(_from_bytes, name)
+    if (data := run.store.get(name, most)) is None:
         return None
-    head, found = _from_bytes(name, data)
+    try:
+        head, found = read(data)
+    except MessageError:  # a cache may have given a part of it
+        if (again := run.store.read(name, most, read)) is None:
+            return None
+        head, found = again
     identity = run.record.identity if number else ""
     if (head.get("run"), head.get("round"), head["tensors"]) != (identity, number, packed_shapes(tensors)):
         raise MessageError(f"{name} is damaged, or of another run or model")
