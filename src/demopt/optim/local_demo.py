@@ -368,7 +368,8 @@ class LocalDeMo(ReplicatedOptimizer):
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
         self._weights.begin()
-        rounds = self._rounds_with(process_group)  # first: it may be refused
+        is_same = self._rounds.in_folder and process_group is self.replicator.session.process_group
+        rounds = self._rounds if is_same else self._rounds_with(process_group)  # first: it may be refused
         self.replicator.regroup(process_group)
         self._rounds = rounds
 

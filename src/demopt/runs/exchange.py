@@ -150,7 +150,7 @@ class FolderExchange(VaryingExchange):
         # Its own, and that of its rounds:
         self.role: Role = "outside"
         self._record: Record | None = None
-        self._of: FolderRounds | None = None  # those of the optimizer that it belongs to
+        self._replicator: Replicator | None = None  # the one that it belongs to
         self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
@@ -211,11 +211,11 @@ class FolderExchange(VaryingExchange):
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
         """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
-        if self._of is not None and self._of.replicator is not replicator:
+        if self._replicator not in (None, replicator):
             raise ValueError("this FolderExchange belongs to another optimizer; give each optimizer one of its own")
         replicator.require_gather()
-        self._of = self._of or FolderRounds(replicator, self, moments)  # `regroup` may get the same run again
-        return self._of
+        self._replicator = replicator
+        return FolderRounds(replicator, self, moments)
 
     # Joining
 
