@@ -178,7 +178,7 @@ def check_saved(
     found = any("global" in saved.ours if of_local else saved.ours for _, saved in numbered)
     if not found and any(parameter.requires_grad for parameter in settings_of):
         lacks = "global weights and error" if of_local else "momentum"
-        is_of_torch = of_local and not any(saved.ours for _, saved in numbered)  # not of DeMo, whose marks are ours
+        is_of_torch = of_local and not any(SAVED_BY in saved.ours for _, saved in numbered)  # which DeMo's has
         inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if is_of_torch else ""
         raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
     for (parameter, settings), (number, saved) in zip(settings_of.items(), numbered, strict=True):

@@ -200,11 +200,11 @@ class InnerOptimizers:
             return
         for each in self.optimizers:
             for group in each.param_groups:
-                is_alike = group.get("fused") or group.get("capturable")  # otherwise "step" stays on the host
+                all_move = group.get("fused") or group.get("capturable")  # otherwise "step" stays on the host
                 for parameter in group["params"]:
                     entry, was = each.state.get(parameter, {}), before.get(parameter)
                     for name, value in entry.items():
-                        if isinstance(value, Tensor) and value.device == was and (name != "step" or is_alike):
+                        if isinstance(value, Tensor) and value.device == was and (name != "step" or all_move):
                             entry[name] = value.to(parameter.device)
 
     def moments(self) -> dict[str, Tensor]:

@@ -95,22 +95,21 @@ def _delete_old(run: FolderExchange, number: int) -> None:
 def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int) -> Checkpoint | None:
     """Returns the weights after `number` rounds, in the form of `tensors`; None if they are not there."""
     name, most = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors) + MOST_HEAD
-    read = partial(_from_bytes, name)
-    if (data := run.store.get(name, most)) is None:
+    data, read = run.store.get(name, most), partial(_from_bytes, name)
+    try:  # as `log.read`, which beside a key would also read all strangers' objects again
+        found = None if data is None else read(data)
+    except MessageError:
+        found = run.store.read(name, most, read)
+    if found is None:
         return None
-    try:
-        head, found = read(data)
-    except MessageError:  # a cache may have given a part of it
-        if (again := run.store.read(name, most, read)) is None:
-            return None
-        head, found = again
+    head, values = found
     identity = run.record.identity if number else ""
     if (head.get("run"), head.get("round"), head["tensors"]) != (identity, number, packed_shapes(tensors)):
         raise MessageError(f"{name} is damaged, or of another run or model")
     before = run.known_manifest(number - 1) if number else None
     if head.get("before") != log.digest_of(before):
         raise ForkedError(f"{name} follows another manifest than {log.manifest_name(number - 1)}")
-    return Checkpoint(number, before, found)
+    return Checkpoint(number, before, values)
 
 
 def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int) -> Checkpoint:
