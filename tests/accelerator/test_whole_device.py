@@ -22,6 +22,7 @@ import demopt
 import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
+from demopt.core.constants import has_float64
 from demopt.errors import MessageError
 from demopt.exchange import SingleRank, Threads, process_group
 from demopt.integrations.torchft import QuorumExchange
@@ -156,6 +157,19 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(case):
         found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
     assert all(map(problems.same, found, expected))
     assert toy.races() == set()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "float64" not in case and "host" not in case])
+@toy.each(1)
+def test_device_without_float64_trains_with_the_bits_of_the_cpu(case):
+    count = 3 if "clip" in case else 2  # of two none is left out
+    expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), count)
+    between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
+    has_float64.cache_clear()
+    with mock.patch.object(toy, "LACKING", {torch.float64}):
+        found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), count)
+    has_float64.cache_clear()
+    assert all(map(problems.same, found, expected))
 
 
 @toy.each(1)

@@ -41,6 +41,7 @@ _LOADED: list[Any] = []  # the compiled module, and libraries of operators
 _OF_THREAD = threading.local()
 _ARRIVING: list[tuple[int, Tensor, Tensor]] = []  # a stream, and a target of the host with its data
 _LOCK = threading.Lock()
+LACKING: set[torch.dtype] = set()  #: dtypes that the device has not, as MPS has no float64
 
 
 def build() -> Path:
@@ -141,6 +142,7 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.device.type == "toy":
+            _require(value.dtype)
             given.append((value, device.host(value)))
             return given[-1][1]
         # CUDA takes numbers from the host, and indices
@@ -154,6 +156,7 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         for original, alias in given:
             if alias is value:
                 return original
+        _require(value.dtype)
         made.append(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="toy"))
         device.host(made[-1]).copy_(value)
         return made[-1]
@@ -181,6 +184,11 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _require(dtype: torch.dtype) -> None:
+    if dtype in LACKING:
+        raise TypeError(f"Cannot convert a toy Tensor to {dtype}: the device has none")
+
+
 def _kernels(name: str, lists: list[list[Tensor]]) -> int:
     """CUDA's kernels of an operator, about: of a list of tensors as many as fit into the arguments of each."""
     if name.startswith(("sort", "nonzero", "median")):
@@ -192,6 +200,7 @@ def _kernels(name: str, lists: list[list[Tensor]]) -> int:
 def _copy_from(self: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
     if not to.numel():
         return to
+    _require(to.dtype)
     device = _LOADED[0]
     up, down = self.device.type != "toy", to.device.type != "toy"
     data = self if up else device.host(self)

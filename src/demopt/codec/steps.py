@@ -134,7 +134,7 @@ def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number
     """
     settings, rule = chunk_group.settings, chunk_group.rule
     if settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
-        coefficients = coefficients.clipped_to_median()
+        coefficients = coefficients.with_float64().clipped_to_median().to(chunk_group.key.device)
     if chunk_group.updater is not None:
         parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]
         fit = all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters)

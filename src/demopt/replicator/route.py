@@ -155,7 +155,7 @@ class Route:
         judged = [number for number, group in enumerate(self.chunk_groups) if group.settings.clip_to_median]
         if not judged or decoded[0].world_size < 3:
             return decoded
-        agreements = [decoded[number].agreement() for number in judged]
+        agreements = [decoded[number].with_float64().agreement() for number in judged]
         ranks = trusted(torch.stack([each.cpu() for each in agreements]).sum(0))
         if len(ranks) == decoded[0].world_size:
             return decoded

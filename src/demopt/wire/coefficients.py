@@ -14,6 +14,7 @@ from torch import Tensor
 from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.agreement import FULL, differing_bits
+from demopt.core.constants import has_float64
 from demopt.core.rounding import without_autocast
 from demopt.errors import MessageError
 from demopt.wire.bits import Faults, bits_of, pack_bits
@@ -73,6 +74,14 @@ class Coefficients(ABC):
 
     def ranks(self, ranks: list[int]) -> Coefficients:
         return self._with_each(lambda each: each[ranks], samples=tuple(self.samples[rank] for rank in ranks))
+
+    def to(self, device: torch.device) -> Coefficients:
+        return self._with_each(lambda each: each.to(device), top=None if self.top is None else self.top.to(device))
+
+    def with_float64(self) -> Coefficients:
+        """Returns them where float64 can be computed: here, or on the host."""
+        (device,) = {each.device for each in self.tensors.values()}
+        return self if has_float64(device) else self.to(torch.device("cpu"))
 
     @property
     def scales(self) -> Tensor:
@@ -227,7 +236,8 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
     # in parts: the copy in float64 would be twice the model
     parts = values_CN.split(max(_MEANS_AT_ONCE // values_CN.shape[1], 1))
-    scales_C = torch.cat([part.abs().mean(1, dtype=torch.float64) for part in parts])
+    wide = torch.float64 if has_float64(values_CN.device) else torch.float32  # the sender alone computes scales
+    scales_C = torch.cat([part.abs().mean(1, dtype=wide) for part in parts])
     return pack_bits(bits).view(len(bits), bits.shape[1] // 8), scales_C
 
 
