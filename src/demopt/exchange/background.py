@@ -65,7 +65,7 @@ class Background:
             thread = threading.Thread(target=_serve, args=(calls,), daemon=True, name="demopt exchange")
             with room_for_kernels():
                 thread.start()
-            self._calls = calls  # now: a machine may have no more threads, and the next call tries again
+            self._calls = calls  # only now: where the machine has no more threads, the next call tries again
             weakref.finalize(self, self._calls.put, None).atexit = False  # an exiting process ends it anyway
             atexit.register(_let_end, self._calls, thread)
         future: Future[T] = Future()
@@ -74,7 +74,7 @@ class Background:
 
 
 class Daemons:
-    """At most `most` daemon threads for calls, for which a process waits no longer than some seconds at its end."""
+    """At most `most` daemon threads for calls; a process waits for them for only some seconds at its end."""
 
     def __init__(self, most: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -135,4 +135,4 @@ def _let_work_end(free: threading.Semaphore, most: int, process: int) -> None:
     end, most = time.monotonic() + _LAST_CALLS, most if os.getpid() == process else 0
     taken = [free.acquire(timeout=max(0.0, end - time.monotonic())) for _ in range(most)]
     for _ in filter(None, taken):
-        free.release()  # functions that were registered earlier run later, and may make calls still
+        free.release()  # functions that were registered earlier run later, and may still make calls

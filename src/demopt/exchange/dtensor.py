@@ -26,7 +26,7 @@ def unlike_memory(tensor: Tensor) -> str:
 
 
 def parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the plain tensors that hold these here: of a quantized weight of torchao all that it is made of."""
+    """Yields the plain tensors that hold these in this process: for torchao's quantized weights, all components."""
     for tensor in tensors:
         local: Any = to_local(tensor)
         if is_made_of_others(local):
@@ -58,7 +58,7 @@ def forget_gathered(tensors: Iterable[Tensor]) -> None:
 
 
 def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns room for a tensor of this shape on a device; for a DTensor, which may be offloaded, placed alike."""
+    """Returns an empty tensor of this shape on a device; for a DTensor, which may be offloaded, one placed alike."""
     held = torch.empty_like(to_local(tensor.detach()), device=device, dtype=dtype)
     if not hasattr(tensor, "placements"):
         return held
@@ -71,7 +71,7 @@ def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def placed_as(local: Tensor, like: Any) -> Any:
-    """Returns the DTensor of which `local` is this process's shard, placed as `like`; `local` if that is none."""
+    """Returns the DTensor of which `local` is this process's shard, placed as `like`; `local` if `like` is plain."""
     if not hasattr(like, "placements"):
         return local
     from torch.distributed.tensor import DTensor  # takes a second, and most models have none
@@ -82,7 +82,7 @@ def placed_as(local: Tensor, like: Any) -> Any:
 
 
 def whole_of(local: Tensor, like: Any) -> Tensor:
-    """Returns the tensor of which `local` is a shard, placed as `like`, or `local`; its ranks call this together."""
+    """Returns the whole tensor of shard `local`, placed as `like`, by a collective; `local` if `like` is no DTensor."""
     return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local
 
 
@@ -105,7 +105,7 @@ def _placements(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
 
 
 def _cuts(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
-    """Yields those that cut it into shards; `is_shard` is False for FSDP2 over tensor parallelism."""
+    """Yields those that cut the tensor into shards; `is_shard` is False for FSDP2 over tensor parallelism."""
     return (each for each in _placements(tensor) if hasattr(each[-1], "dim"))
 
 
@@ -136,7 +136,7 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
 def cut_of(tensor: Tensor) -> str:
     """Returns how a DTensor is cut into shards, the same on meshes that differ only in its copies; empty if it is not.
 
-    Ranks may have as many shards of the same shapes with other content, as of FSDP2 alone and over tensor parallelism.
+    As many shards of the same shapes may have other content, such as those of FSDP2 alone and over tensor parallelism.
     """
     return ", ".join(
         f"{type(cut).__name__.strip('_')}({cut.dim}, {getattr(cut, 'split_factor', 1)}) over {mesh.size(number)}"

@@ -61,7 +61,7 @@ class Hierarchical(Exchange):
 
 
 def average(gradients: list[Tensor], intra_node: Exchange) -> None:
-    """Overwrites gradients with their mean in a node, of equal bits: summed in float32 or wider, rounded once."""
+    """Overwrites gradients with their mean in a node, bit-identical there: summed in float32 or wider, rounded once."""
     ranks = intra_node.world_size
     for bucket in _take_tensors([each for each in gradients if each.numel()], _BYTES_AT_ONCE):
         values_E = _flatten_dense_tensors(bucket)

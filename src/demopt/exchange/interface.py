@@ -1,4 +1,4 @@
-"""The interface of exchanges, which move bytes between ranks; that of a single rank, and one that counts bytes.
+"""The interface of exchanges, which move bytes between ranks; a single rank's exchange; and one that counts bytes.
 
 An exchange never looks inside a message.
 """
@@ -36,7 +36,7 @@ class Exchange(ABC):
         """Returns uint8 [W, B]: the messages of all ranks, row r from rank r. B is equal on all ranks."""
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r. Of route "owner", and nodes."""
+        """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r. For route "owner" and nodes."""
         raise NotImplementedError(
             f"{type(self).__name__} has no all_to_all, which route 'owner' needs, and every route with several "
             "processes per node: write it; with one process per node, route='gather' does without"
@@ -155,7 +155,7 @@ def all_reduce_bytes(size: int, world_size: int) -> int:
 
 
 def device_between(devices: Iterable[torch.device]) -> torch.device:
-    """Returns the device whose tensors ranks exchange: the first accelerator, as nccl moves nothing of the host."""
+    """Returns the device whose tensors ranks exchange: the first accelerator, as nccl moves no host tensors."""
     return next((each for each in devices if each.type not in ("cpu", "meta")), torch.device("cpu"))
 
 

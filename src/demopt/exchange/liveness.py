@@ -24,7 +24,7 @@ ANSWER_SECONDS = 10.0  # time for an answer: a busy machine is slow, but not dea
 _POLL_SECONDS = 1.0  # between two polls of the store
 _ASK_SECONDS = 3.0  # between two calls of a rank that waits for the others to come to one place
 _CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
-#: How gloo, nccl and torch.distributed call the loss of a peer.
+#: The words of gloo, nccl and torch.distributed for the loss of a peer.
 _NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed out|DistNetwork|DistStore")
 
 
@@ -52,7 +52,7 @@ class Liveness:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], ours: bool = True) -> Iterator[None]:
-        """Makes a failed collective an ExchangeError that names lost ranks. Not `ours`: only errors of a network."""
+        """Turns a failed collective into an ExchangeError that names lost ranks; if not `ours`, only network errors."""
         key = _key_of(ranks)
         self._ensure_thread(ranks)
         with self._lock:
@@ -71,10 +71,10 @@ class Liveness:
                 self._waiting[key] -= 1
 
     def await_all(self, ranks: Sequence[int], call: str, seconds: float, group: str = "") -> None:
-        """Waits until all ranks have come to this call, before it sends anything. `group`: of several, by threads.
+        """Waits until all ranks have come to this call, before it sends anything. `group`: which group of these ranks.
 
         A rank that takes another path, as under `if rank == 0:`, waits in its next exchange for this one. gloo ends the
-        process when collectives differ; here it is an ExchangeError. A rank that does not answer is left to the call.
+        process when collectives differ; here it is an ExchangeError. The call itself finds a rank that does not answer.
         """
         self._ensure_thread(ranks)
         try:
@@ -100,7 +100,7 @@ class Liveness:
             come = store.add(place, 0)
 
     def _refusal(self, ranks: Sequence[int], call: str, elsewhere: Sequence[int]) -> str:
-        """Returns, and leaves for the others as the verdict, that not all ranks came to a call."""
+        """Returns the verdict that not all ranks came to a call, and leaves it for the others."""
         absent = ", ".join(map(self._named, elsewhere)) or "not all"
         others = f"{absent} of {len(ranks)} went on without, perhaps after a Ctrl-C on one rank only: call it on all "
         others += "ranks, not under `if rank == 0:`"
@@ -149,7 +149,7 @@ class Liveness:
             self._thread = thread
 
     def _ask(self, ranks: Sequence[int]) -> str:
-        if self._thread is not None and not self._thread.is_alive():  # it lost the store; torch tells at length again
+        if self._thread is not None and not self._thread.is_alive():  # store lost; torch would report at length again
             raise RuntimeError("no store")
         store, key = self._store(), _key_of(ranks)
         if store.check([_VERDICT]):
@@ -162,7 +162,7 @@ class Liveness:
         return text
 
     def _answers(self, ranks: Sequence[int]) -> dict[int, Answer]:
-        """Calls all ranks, and returns the answers that come in time, by rank; this one waits."""
+        """Calls all ranks, and returns the answers that come in time, by rank; this rank counts as waiting."""
         store, key = self._store(), _key_of(ranks)
         call = store.add(_CALLS, 1)
         missing, deadline = [rank for rank in ranks if rank != self._rank], time.monotonic() + ANSWER_SECONDS

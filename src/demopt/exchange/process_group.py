@@ -19,16 +19,16 @@ from demopt.exchange.liveness import Liveness
 dist: Any = getattr(torch, "distributed", None)  # a build of torch may lack it, or all that is in it
 _FIRST = threading.Lock()  # of threads that make the first Collective at once
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
-#: Groups that `duplicate` made and no Collective has now, with their collectives, by kind and name; per default group.
+#: Groups that `duplicate` made and no Collective has now, with their `_calls`, by kind and name; per default group.
 _IDLE: "weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]" = weakref.WeakKeyDictionary()
-_THREADS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # the last that exchanged on a group
+_THREADS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # the last thread to exchange on a group
 
 
 class Collective(Exchange):
     """Ranks of a process group, or of one dimension of a DeviceMesh; every call is one collective.
 
-    `timeout` (seconds) overrides the group's. Tensors on a device that no backend of the group serves travel through
-    the host, where their results stay: those of any accelerator with gloo alone. "cpu:gloo,cuda:nccl" serves both.
+    `timeout` (seconds) overrides the group's. Tensors on a device that no backend of the group serves, such as an
+    accelerator with only gloo, travel through the host, where their results stay. "cpu:gloo,cuda:nccl" serves both.
 
     Examples:
         >>> import torch.distributed as dist
@@ -54,7 +54,7 @@ class Collective(Exchange):
         self.global_ranks = frozenset(self._global_ranks)
         self._liveness = _liveness()
         self._calls: Counter[str] = Counter()  # collectives that have "begun" and "ended"
-        self._device = torch.device(min(self._served_types))  # of the last one; before, the current one of a type
+        self._device = torch.device(min(self._served_types))  # of the last collective; before it, a type's current one
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         message_B = self._served(message_B)
@@ -83,7 +83,7 @@ class Collective(Exchange):
         return None if rows is None else torch.stack(rows)
 
     def await_all(self, call: str) -> None:
-        """Over the store, not the group: ranks that are elsewhere are in another collective of it."""
+        """Waits over the store, not the group: ranks that are elsewhere may be in another of its collectives."""
         if self.world_size > 1:
             timeout = self._timeout or _timeout_of(self._pg) or dist.default_pg_timeout
             group = dist.distributed_c10d._world.pg_names.get(self._pg, "")
@@ -93,7 +93,7 @@ class Collective(Exchange):
         """Returns a Collective on another process group of these ranks, backend and timeout.
 
         Once that Collective is dropped, its group is idle. It is not destroyed, because others may still read from its
-        connections, but taken again where all ranks have left it after equally many collectives, and none has failed.
+        connections; it is reused if all ranks have left it after equally many collectives, and none has failed.
         """
         ranks, backend = self._global_ranks, dist.get_backend_config(self._pg)
         timeout = self._timeout or _timeout_of(self._pg) or dist.default_pg_timeout
@@ -193,7 +193,7 @@ def _timeout_of(pg: Any) -> timedelta | None:
 def collectives_between(ranks: frozenset[int]) -> int:
     """Returns the number of collectives so far in all process groups that have several of these global ranks.
 
-    Without the groups on which another thread exchanges, as one that trains a model of its own.
+    Groups on which another thread exchanges, such as one that trains a model of its own, do not count.
     """
     count, here = 0, threading.get_ident()
     for pg in [*dist.distributed_c10d._world.pg_map] if len(ranks) > 1 else ():
@@ -235,7 +235,7 @@ def _check_nodes(rows: list[list[int]]) -> None:
 
 
 def can_connect() -> bool:
-    """Whether this build of torch has process groups; without, a run in a folder does not miss them."""
+    """Whether this build of torch has process groups; a run in a folder needs none."""
     return dist is not None and bool(dist.is_available())
 
 

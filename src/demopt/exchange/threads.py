@@ -1,6 +1,6 @@
 """Ranks as threads of one process, for tests and simulation: no ports, no processes.
 
-Ranks share received messages, so that W ranks hold W, not W x W. They are read-only.
+Ranks share received messages, which are read-only, so that W ranks hold W messages, not W x W.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Threads:
         self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")  # its threads start in `run`
         self._errors: list[BaseException] = []
         self._aborted = False  # waits end because a rank or the caller gave up, not at the timeout
-        self._twins: list[Threads] = []  # that `duplicate` made, of which the last may not be all ranks' yet
+        self._twins: list[Threads] = []  # that `duplicate` made; not all ranks may have the last one yet
 
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
         """Runs `work` on every rank, each in its thread; raises the first error after all threads have finished."""

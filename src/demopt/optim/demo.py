@@ -21,7 +21,7 @@ from demopt.replicator.wiring import Options
 from demopt.state import check_saved, read_state
 from demopt.validation import check_choice
 
-#: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
+#: arXiv 2411.19870 v1 and its code: gradients times `lr` enter the momentum, and K is fixed for any chunk.
 V1: dict[str, Any] = {
     "momentum_decay": 0.999, "alpha": 1.0, "gradient_scale": "lr", "chunking": "divisor",
     "top_k": 32, "update": "signum", "codec": Codec(values="float32", reduction="senders"),
@@ -58,7 +58,7 @@ class DeMo(ReplicatedOptimizer):
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
         maximize: ascend instead of descend.
         codec: a `Codec`: chunks, transform, encoding and reduction. Its fields may be given by their own names, too.
-            In a parameter group all but its kernels count.
+            In a parameter group, all of them but `kernels` count.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
@@ -68,8 +68,8 @@ class DeMo(ReplicatedOptimizer):
         ValueError, TypeError: an invalid hyper-parameter, parameter or gradient.
         SettingsError: settings differ between ranks (at the first step, or after a change). ExchangeError: a peer is
             lost. MessageError: a message was refused. DriftError: see `fingerprint_every`. In each case nothing was
-            applied, and the gradients that have entered the momentum stay there. DriftError also where an error has
-            ended `apply` in the middle: all of the round has left the momentum, and the parameters have a part.
+            applied, and the gradients that have entered the momentum stay there. Except after an error in the middle of
+            `apply` (a DriftError): all of the round has left the momentum, and the parameters have only a part of it.
 
     Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
 
@@ -121,7 +121,7 @@ class DeMo(ReplicatedOptimizer):
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @unrecorded
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Runs the closure, if any, then a round. On an error, see `DeMo`, gradients stay in the momentum."""
+        """Runs the closure, if any, then a round. On an error (see `DeMo`), gradients stay in the momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,7 +173,7 @@ class DeMo(ReplicatedOptimizer):
 
     @unrecorded
     def fingerprint(self, state: bool = False) -> int:
-        """Returns a 64-bit hash of all parameters, equal on ranks that are; `state`: also of steps and rules' state."""
+        """Returns a 64-bit hash of all parameters, the same on equal ranks; `state`: also of steps and rules' state."""
         return self.replicator.fingerprint(state)
 
     @unrecorded
@@ -208,7 +208,7 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         with uninterrupted():  # otherwise the state of its parameters would stay without the group
             super().add_param_group(plain(param_group))
-            if not hasattr(self, "replicator"):  # torch's constructor adds the first ones, which ours checks at once
+            if not hasattr(self, "replicator"):  # torch's constructor adds the first groups; ours checks them together
                 return
             try:
                 check_parameters([p for group in self.param_groups for p in group["params"]])
@@ -230,7 +230,7 @@ class DeMo(ReplicatedOptimizer):
         if replicator.groups is not self.param_groups:
             check_parameters([p for group in self.param_groups for p in group["params"]])
             replicator.groups = self.param_groups
-        replicator.wiring()  # some parameter may only begin to train
+        replicator.wiring()  # a parameter may begin to train only now
         trained = [parameter for parameter in replicator.parameters if parameter.requires_grad]
         are_views = all(
             self.state.get(parameter, {}).get(name) is value

@@ -35,7 +35,7 @@ from demopt.validation import warn
 
 Group = dict[str, Any]
 #: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
-#: beside the parameters. A consolidated state has one copy of the groups, and of the parameters' entries each rank's.
+#: beside the parameters. A consolidated state has one copy of the groups, but each rank's entries of the parameters.
 IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
@@ -44,13 +44,13 @@ _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = 
 
 
 class InnerOptimizers:
-    """Torch optimizers, one or a list, which refuse steps of others; TypeError or ValueError if one is unfit."""
+    """Torch optimizers, one or a list, which refuse steps called by others; TypeError or ValueError if one is unfit."""
 
     def __init__(self, given: Any) -> None:
         self.optimizers = _checked(given)
         self._had_state = [_made_state(each) for each in self.optimizers]
         self.is_stepping = False  # a local step is under way
-        self._lent: dict[str, dict[str, Tensor]] = {}  # moments of another worker, of parameters without a step
+        self._lent: dict[str, dict[str, Tensor]] = {}  # another worker's moments, for parameters without a step yet
         self._told = False  # that the state of an optimizer inside one is not saved
         self._places: dict[Tensor, torch.device] = {}  # of parameters, and so of their state
         if copy := self.copy_of_weights():
@@ -61,7 +61,7 @@ class InnerOptimizers:
         self.watch()
 
     def watch(self) -> None:
-        """Makes the optimizers refuse steps of others."""
+        """Makes the optimizers refuse steps called by others."""
         mine = weakref.ref(self)
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -87,7 +87,7 @@ class InnerOptimizers:
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups as they are now: loading a state into an optimizer replaces them."""
         if len(self.optimizers) == 1:
-            return self.optimizers[0].param_groups  # itself, so that what a user adds to the list trains
+            return self.optimizers[0].param_groups  # the list itself, so that a group that a user appends trains
         return [group for each in self.optimizers for group in each.param_groups]
 
     def _follow(self) -> list["GroupSettings"]:
@@ -101,11 +101,11 @@ class InnerOptimizers:
 
     @property
     def takes_closure(self) -> bool:
-        """Whether there is one optimizer, whose step can compute the gradients itself, as that of SAM has to."""
+        """Whether there is a single optimizer whose step can compute the gradients itself, as SAM's has to."""
         return len(self.optimizers) == 1 and "closure" in inspect.signature(self.optimizers[0].step).parameters
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Takes a step of each; of one that `takes_closure`, with a closure that computes the gradients."""
+        """Takes a step of each; one that `takes_closure` gets a closure that computes the gradients."""
         self._follow()
         self.is_stepping = True
 
@@ -126,14 +126,14 @@ class InnerOptimizers:
             self._take_lent()
 
     def _note_own_changes(self) -> None:
-        """Takes the changes of settings in a step: they are by the optimizer."""
+        """Notes that the changes of settings in a step are the optimizer's, not the user's."""
         for settings in self._settings:
             settings.state_names.update(settings.changed())
 
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
 
-        Looks at each optimizer's first parameter on a CPU with a state and elements that differ: others would wait.
+        Looks at each optimizer's first parameter on a CPU with a state and unequal elements: it waits for no device.
         """
         for each in self.optimizers:
             if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on
@@ -152,8 +152,8 @@ class InnerOptimizers:
     def restart(self) -> None:
         """Drops the state, which may not be finite."""
         for each, had_state in zip(self.optimizers, self._had_state, strict=True):
-            if had_state:  # it would not make one again
-                for held in each.state.values():  # of a dict's own class, torch's tree would be one leaf
+            if had_state:  # it would not make its state again
+                for held in each.state.values():  # torch's trees take a subclass of dict as one leaf
                     for value in tree_leaves(dict(held) if isinstance(held, Mapping) else held):
                         if isinstance(value, Tensor):
                             to_local(value).zero_()
@@ -194,7 +194,7 @@ class InnerOptimizers:
         return found
 
     def move(self) -> None:
-        """Moves state along with parameters that have moved since the last call: a model may, after its optimizer."""
+        """Moves state along with parameters moved since the last call, as by model.to(device) after construction."""
         before, self._places = self._places, {p: p.device for group in self.groups for p in group["params"]}
         if all(before.get(parameter, place) == place for parameter, place in self._places.items()):
             return
@@ -233,7 +233,7 @@ class InnerOptimizers:
                 to_local(value).copy_(lent[name])
 
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> str:
-        """Loads groups, with the entries of their parameters by number; returns a warning, if some of it is lacking."""
+        """Loads groups, with the entries of their parameters by number; returns a warning, if some state is lacking."""
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
         states_in_groups = [_unpacked_state(group, state) for group in groups]
@@ -267,14 +267,14 @@ class InnerOptimizers:
         self._lent, lost = {}, set[str]()
         for settings, in_group, group in zip(self._settings, states_in_groups, whole_groups, strict=True):
             settings.state_names.update(in_group)
-            lost |= {*in_group} - {*group}  # torch.distributed.checkpoint loads names there are
+            lost |= {*in_group} - {*group}  # torch.distributed.checkpoint loads only names that are there
         self._follow()
         told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
         return f"{told}save one file per rank" if lost else ""
 
 
 def _copied(value: Any, like: Tensor) -> Any:
-    """Returns a copy of a saved value: torch would train on in the caller's tensors, which may lie in a file."""
+    """Returns a copy of a saved value: otherwise torch would train in the caller's tensors, which may lie in a file."""
     if not isinstance(value, Tensor) or is_made_of_others(to_local(value)):
         return value
     cuts_nothing = value.shape == like.shape and not (cut_of(value) or cut_of(like))  # as a plain tensor, or one shard
@@ -284,7 +284,7 @@ def _copied(value: Any, like: Tensor) -> Any:
 
 
 def _made_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may make its state only as it is built; of torch's, Adagrad does."""
+    """Whether an optimizer may make its state only at construction; of torch's, Adagrad does."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     return bool(optimizer.state) and (isinstance(optimizer, torch.optim.Adagrad) or not is_torchs)
 
@@ -298,21 +298,21 @@ def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
 
 
 def _forms(entry: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns what two entries of one optimizer have in common; floats are lent in another precision."""
+    """Returns shapes and dtypes, to compare two entries; all floats are alike: they are lent in another precision."""
     tensors = {name: to_local(value) for name, value in entry.items()}
     return {name: (value.shape, value.is_floating_point() or value.dtype) for name, value in tensors.items()}
 
 
 def _check_loaded(optimizer: torch.optim.Optimizer, loaded: list[tuple[int, dict[str, Any]]]) -> None:
-    """Raises ValueError if the state that a parameter, by number, got is none that the optimizer's step can use.
+    """Raises ValueError if a parameter, by number, got a state that the optimizer's step cannot use.
 
-    Numbers in it, such as NAdam's mu_product, are then as they were saved: torch rounds them to the parameter's dtype.
+    Restores saved numbers, such as NAdam's mu_product, which torch has rounded to the parameter's dtype.
     """
     rest, kind = iter(loaded), type(optimizer).__name__
     for group in optimizer.param_groups:
         dimensions = {1, *(parameter.dim() for parameter in group["params"])}
         needed = {each: _state_of_step(optimizer, group, each) for each in dimensions}
-        # Of a parameter that is a number itself, moments are, too: those have its dtype.
+        # A parameter that is a number itself has moments that are numbers, too: those have its dtype.
         numbers = {name for name, value in needed[1].items() if not value.dim()}
         for parameter, (number, saved) in zip(group["params"], rest, strict=False):
             if not (entry := optimizer.state.get(parameter)):
@@ -338,7 +338,7 @@ def _check_loaded(optimizer: torch.optim.Optimizer, loaded: list[tuple[int, dict
 def _state_of_step(optimizer: torch.optim.Optimizer, group: Group, dimensions: int) -> dict[str, Tensor]:
     """Returns the tensors that a step gives a parameter of `_example_shape`.
 
-    None of optimizers of others: their step may communicate, and their state depend on more.
+    Nothing for other packages' optimizers: their step may communicate, and their state may depend on more.
     """
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] not in ("torch", "demopt"):
@@ -351,8 +351,8 @@ def _state_of_step(optimizer: torch.optim.Optimizer, group: Group, dimensions: i
     stepping = object.__new__(kind)
     try:
         torch.optim.Optimizer.__init__(stepping, [{**settings, "params": [example]}], settings)
-        getattr(kind.step, "__wrapped__", kind.step)(stepping)  # without torch's hooks of every optimizer's step
-    except Exception:  # it has more than its groups, such as Adagrad
+        getattr(kind.step, "__wrapped__", kind.step)(stepping)  # without torch's hooks on every optimizer's step
+    except Exception:  # it needs more than its groups, as Adagrad does
         return {}
     return {name: value for name, value in stepping.state[example].items() if isinstance(value, Tensor)}
 
@@ -362,13 +362,13 @@ def _example_shape(dimensions: int) -> torch.Size:
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Returns an optimizer inside one, if that has a state of its own."""
+    """Returns the optimizer inside another one, if the inner one has a state of its own."""
     held = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer) and value.state)
     return next((each for each in held if each.state is not optimizer.state), None)
 
 
 def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns an entry with the names of now; early 0.3.0 had "in_group" for `IN_GROUP`, and "own." before others'."""
+    """Returns an entry with current names; early 0.3.0 wrote `IN_GROUP` as "in_group", and that as "own.in_group"."""
     before = entry.get("in_group")
     if IN_GROUP in entry or not (isinstance(before, Tensor) and before.dtype == torch.uint8):
         return entry
@@ -376,7 +376,7 @@ def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Returns state of no parameter, as of MADGRAD or Ranger21, as uint8 [n]; warns if it could not be read."""
+    """Returns the state of no parameter, which MADGRAD and Ranger21 have, as uint8 [n]; warns if it cannot be saved."""
     loose = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     rest = {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
     if not (loose or rest):
@@ -393,7 +393,7 @@ def _packed_beside(optimizer: torch.optim.Optimizer) -> Tensor | None:
 
 
 def _unpacked_beside(packed: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Returns what `_packed_beside` got; ValueError if it is damaged."""
+    """Reverses `_packed_beside`; ValueError if the bytes are damaged."""
     if packed is None:
         return {}, {}
     try:
@@ -463,11 +463,11 @@ class GroupSettings:
         self.group = group
         self.first = {*group}  # the names that came with the group
         self.given: Group = {}  # the values that the user gave
-        self.state_names: set[str] = set()  # of what the optimizer changes
-        self._seen: dict[str, tuple[Any, Any]] = {}  # values, with a mark, by which to see a change in place
+        self.state_names: set[str] = set()  # the names whose values the optimizer changes
+        self._seen: dict[str, tuple[Any, Any]] = {}  # values, each with a mark that shows a change in place
 
     def changed(self) -> Group:
-        """Returns what is new or has changed since the last call."""
+        """Returns the values that are new or have changed since the last call."""
         before, self._seen, found = self._seen, {}, {}
         for name, value in self.group.items():
             if name not in _NO_SETTINGS:
@@ -491,7 +491,7 @@ class GroupSettings:
                 self.group[name] = _copy(self.given[name])
             else:
                 del self.group[name]
-        self.changed()  # in this, which the user did not make
+        self.changed()  # so that these changes do not count as the user's
 
     def packed_state(self) -> Tensor | None:
         """Returns the names of the state in the group, with the values that are plain, for a saved state: uint8 [n]."""
@@ -521,7 +521,7 @@ def _copy(value: Any) -> Any:
 
 
 def _mark(value: Any) -> Any:
-    """Returns something that changes with the value, without waiting for a device; None for what is no setting."""
+    """Returns something that changes with the value, without waiting for a device; None if it is no setting."""
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, list | tuple):
@@ -530,7 +530,7 @@ def _mark(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Returns the text of a setting; nothing for what is none."""
+    """Returns the text of a setting; an empty one for any other value."""
     if getattr(value, "ndim", None) == 0 and getattr(value, "device", None) != torch.device("meta"):
         value = value.item()  # of torch or numpy
     if isinstance(value, list | tuple):

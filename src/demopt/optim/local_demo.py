@@ -75,10 +75,10 @@ class LocalDeMo(ReplicatedOptimizer):
 
     Raises:
         ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
-            MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a round of which nothing was applied stays in
-            the error.
+            MessageError, DriftError: as in `DeMo`; if nothing of a round was applied, its pseudo-gradient stays in the
+            error.
 
-    If a gradient is not finite, all ranks skip the round; in a folder the others refuse that message alone. The rank
+    If a gradient is not finite, all ranks skip the round; in a folder the others refuse only that message. The rank
     with that gradient drops its local steps since the last round, and its inner optimizers restart with empty state.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
@@ -116,7 +116,7 @@ class LocalDeMo(ReplicatedOptimizer):
         process_group: Any = None,
         **of_codec: Any,
     ) -> None:
-        self._inner = InnerOptimizers(inner)  # first: of parameters it says what to give, with an lr, too
+        self._inner = InnerOptimizers(inner)  # first: for given parameters its error says what to give, also with an lr
         codec = codec_of(LocalDeMo, of_codec, codec)
         if error_decay is None:
             error_decay = 0.9 if top_k is None else 0.5
@@ -205,9 +205,9 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @unrecorded
     def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step of the inner optimizers alone, also when a round is `due`.
+        """Takes only a step of the inner optimizers, also when a round is `due`.
 
-        Uses no network between nodes, except that with several processes per node the first one runs the handshake.
+        Uses no network between nodes, except that with several processes per node the first call runs the handshake.
         """
         self._before_change("local_step")
         self._follow_changes()
@@ -228,7 +228,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def join(self) -> None:
         """Meets the other ranks: compares settings, or in a folder starts the run, or takes its weights.
 
-        Call it before the first batch. The first `step` does it too, but in a folder drops its gradient then.
+        Call it before the first batch. The first `step` does the same, but in a folder it then drops its gradient.
         """
         self._before_change("join")
         self._let_begin()
@@ -248,7 +248,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def finish_round(self, last: bool = False) -> None:
         """Runs a round now, also before it is `due`. `last`: with delay, also applies it, so that nothing is in flight.
 
-        In a folder set `run.leaving` before the last one: the others do not wait for this worker again.
+        In a folder set `run.leaving` before the last round: the others then no longer wait for this worker.
         """
         self._before_change("finish_round")
         self.mistakes.look_at_replaced("that counts as a local step, unless a round in flight drops it")
@@ -316,7 +316,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def shared(self) -> AbstractContextManager[None]:
         """The context in which the model has the global weights, the same on all ranks, to evaluate and save them.
 
-        One rank alone may enter it: it sends nothing. Before the first step these are its own weights.
+        A single rank may enter it: it sends nothing. Before the first step these are the rank's own weights.
         """
         if self._weights.untouched and self._rounds.in_folder:
             self.warn_once("shared", "shared() came before join(): these are this worker's own weights, not the run's")
@@ -336,7 +336,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def resync(self, src: int = 0, model: bool = False) -> None:
         """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them.
 
-        `model`: the weights that its model has now, such as loaded ones. ValueError in a folder: a run has its own.
+        `model`: copies the weights its model has now, such as loaded ones. ValueError in a folder: a run has its own.
         """
         self._before_change("resync")
         if model and self._rounds.in_folder:
@@ -394,7 +394,7 @@ class LocalDeMo(ReplicatedOptimizer):
             with exchange.paused():
                 equalize_weights(exchange, [*parts_of(frozen)], hashed, replicator.wiring().device)
         if has_taken:
-            self.mistakes.note_state(has_local_weights=False)  # which the rounds to catch up with may have moved
+            self.mistakes.note_state(has_local_weights=False)  # the rounds to catch up with may have moved them
             self._note_gradients([parameter.grad for parameter in weights.parameters])
             for parameter in weights.parameters:
                 parameter.grad = None  # it was computed at other weights
@@ -402,14 +402,14 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         if self.replicator.is_open:
-            self._weights.hold_start()  # a D that was not finite, and some states, have left none
+            self._weights.hold_start()  # there is none after a D that was not finite, and in some states
         else:
-            self.replicator.require_idle("a local step")  # D would have the steps of an extracted message again
+            self.replicator.require_idle("a local step")  # otherwise D would have an extracted message's steps again
         self._weights.begin()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
         self._weights.forget()
-        if closure is None:  # otherwise it may drop the gradients there are
+        if closure is None:  # a closure may still drop the gradients
             self._warn_of_frozen()
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
@@ -432,7 +432,7 @@ class LocalDeMo(ReplicatedOptimizer):
         return loss
 
     def _step_inside(self, closure: Callable[[], float]) -> float | None:
-        """Takes a step of an optimizer that computes the gradients itself, as SAM at several places; the first loss."""
+        """Steps an optimizer that computes the gradients itself, as SAM at several places; returns the first loss."""
         losses: list[float] = []
 
         def evaluate() -> float:
@@ -456,14 +456,14 @@ class LocalDeMo(ReplicatedOptimizer):
         return finite
 
     def _round(self) -> None:
-        """A round: with delay, first the one before is applied, which had the local steps since to travel."""
+        """Runs a round; with delay, first applies the one before, which has travelled during the local steps since."""
         background = self.replicator.options.background
-        if not self.replicator.is_open:  # those of a `flush` are no part of this round's
+        if not self.replicator.is_open:  # the stats of a `flush` are no part of this round's
             self.replicator.stats = Stats(route=self.replicator.stats.route)
         if self._end_open_round():  # and with it the run
             return
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
-        if self.local_steps:  # not of a worker that only asks what to read
+        if self.local_steps:  # not for a worker that only asks for sequences to read
             self._warn_unless_trained(compared=not self._rounds.in_folder)
         if background:
             with self._rounds.settled():
@@ -472,21 +472,21 @@ class LocalDeMo(ReplicatedOptimizer):
                     self.replicator.send()
             return
         spent, again = self.replicator.stats, True  # by rounds that have ended in this step
-        while again:  # late twice in a row: the error is sent at once, as much as before; D is 0 without local steps
+        while again:  # late twice in a row: the same content is sent again at once; D is 0 without local steps
             with self._rounds.settled():
                 self._extract()
                 again = self._rounds.exchange_and_apply()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
 
     def _end_open_round(self) -> bool:
-        """Ends a round in flight or left open; a handler of a signal that saves meanwhile does not forget it."""
+        """Ends a round in flight or left open; a signal handler that saves meanwhile does not forget it."""
         if self.replicator.is_open and self.local_steps:
             self._weights.hold_start()
         with self._rounds.settled():
             return self._rounds.end_open_round()
 
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
-        """Begins a round; `sends`: also extracts and sends it, in the background."""
+        """Begins a round and extracts its message; `sends`: in the background, which also sends it."""
         self._weights.begin()
         self._rounds.weigh()
         self.mistakes.look_at_loaded()
@@ -561,7 +561,7 @@ class LocalDeMo(ReplicatedOptimizer):
             )
 
     def _let_begin(self) -> None:
-        """Takes new groups; a round in flight, which is without parameters that begin to train, ends first."""
+        """Takes new groups; if parameters begin to train, a round in flight ends first, because it lacks them."""
         if self._follow_changes():
             self._end_open_round()
             self._follow_changes()
@@ -585,7 +585,7 @@ class LocalDeMo(ReplicatedOptimizer):
         shared = {"sync_every": str(self.sync_every), **self._inner.facts(_SCHEDULED if in_folder else None)}
         for number, group in enumerate(() if in_folder else self.param_groups):  # a folder's record has their weights
             frozen = [place for place, parameter in enumerate(group["params"]) if parameter not in known]
-            # Also of none: where one rank alone has frozen some, the difference is told by this name.
+            # Also if there are none: where only one rank has frozen some, an error tells the difference by this name.
             shared[f"frozen parameters of param_groups[{number}]"] = str(frozen)
         return tuple(shared.items())
 
@@ -607,7 +607,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """From torch's constructor, which would begin with none; later they become those of the inner optimizer."""
+        """Ignores those of torch's constructor, which begins with none; later ones replace the inner optimizer's."""
         if not hasattr(self, "replicator"):
             return
         self._before_change("param_groups")
@@ -637,7 +637,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @state.setter
     def state(self, _: object) -> None:
-        """From torch's constructor. Each part of this state has its place, so later it is refused."""
+        """Ignores that of torch's constructor; refuses later ones: each part of this state has its own place."""
         if hasattr(self, "replicator"):
             refuse_change()
 
@@ -679,7 +679,7 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
-        if self.warns_of_saving and not self._all_states:  # of all ranks: each gets its own weights back
+        if self.warns_of_saving and not self._all_states:  # of all ranks' states each gets its own weights back
             self.mistakes.look_at_saving()
         return super().state_dict()
 
@@ -701,7 +701,7 @@ class LocalDeMo(ReplicatedOptimizer):
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         self.replicator.let_travel()  # here, where a signal ends the wait
         with uninterrupted():
-            # The last check; also of parameters that were frozen, of which `saved_of` has nothing. Then all is taken.
+            # The last check, also of parameters that were frozen, which `saved_of` lacks. From here on all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
             self._follow_changes(saved_of)  # groups may have been added
             self._weights.move()  # also with a round in flight, which loading forgets

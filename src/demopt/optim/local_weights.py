@@ -16,8 +16,8 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 | of others, with local steps in between | moved | global - D | as before | not sent yet |
 
 "So is start": the next pseudo-gradient counts from the local weights of that moment, otherwise from the global ones.
-`follow` moves them. Rounds that are covered or have drifted are applied there, before the weights come. The last row is
-`moved_by_others`.
+`follow` moves them. It treats rounds that are covered or have drifted as applied, before their weights come. The last
+row is `moved_by_others`.
 
 Global weights and start are beside each local weight, or all on the CPU (`state_device`). Then an accelerator runs
 nothing but copies of its local weights, to the host and back.
@@ -38,7 +38,7 @@ from demopt.replicator.rounds import Follower, Stage
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
-_ENOUGH = 256  # elements, by which weights are told apart
+_ENOUGH = 256  # elements, enough to tell weights apart
 TO_REPLACE = (
     "To replace the weights of all ranks during training (not in a folder), load them into the model on every rank, "
     "and call optimizer.resync(model=True) on all"
@@ -54,10 +54,10 @@ class LocalWeights(Follower):
         self._staging = Staging()
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
-        self.steps_since = 0  # local ones in D: since it last left the local weights
+        self.steps_since = 0  # local steps in D: those since D last left the local weights
         #: Local weights as this optimizer left them: a mark of each, and the beginning of `_one` if that is here.
         self._left: tuple[dict[Tensor, tuple[int, int]], Tensor | None] | None = None
-        self._one: Tensor | None = None  # by which they are told from others
+        self._one: Tensor | None = None  # the weight by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
@@ -73,16 +73,16 @@ class LocalWeights(Follower):
         if len(wanted) > len(known):
             self.global_of = {local: known[local] if local in known else self._wide(local) for local in wanted}
             sizes = {local: to_local(local.detach()).numel() for local in wanted}
-            # a small one, but of so many elements that no other weights have the same
+            # a small one, but with enough elements that no other weights have the same values
             self._one = min(sizes, key=lambda local: (sizes[local] < _ENOUGH, abs(sizes[local] - _ENOUGH)))
         for local, global_weight in self.global_of.items():
             global_weight.requires_grad_(local.requires_grad)
 
     @property
     def unlike(self) -> dict[Tensor, tuple[torch.device, torch.dtype]]:
-        """The local weights that are elsewhere than their global ones, or wider; where and how wide those must be.
+        """The local weights on another device than their global ones, or wider; with the device and dtype these need.
 
-        As after model.to(device), which a trainer may call later than a script builds its optimizer, or model.double().
+        As after model.double(), or model.to(device), which a trainer may call after a script has built its optimizer.
         """
         found = {}
         for local, each in self.global_of.items():
@@ -100,7 +100,7 @@ class LocalWeights(Follower):
             weight, moved = self.global_of[local], self.global_of[local].data.to(device, dtype)
             if torch._has_compatible_shallow_copy_type(weight, moved):
                 weight.data = moved
-            else:  # as of XLA and a CPU
+            else:  # as between XLA and a CPU
                 torch.utils.swap_tensors(weight, torch.nn.Parameter(moved, weight.requires_grad))
 
     def require_same(self) -> None:
@@ -146,7 +146,7 @@ class LocalWeights(Follower):
             self._copy(self.global_of.items())
 
     def begin(self) -> None:
-        """Before the first step: from then on the global weights move by rounds alone."""
+        """Before the first step: from then on only rounds move the global weights."""
         self.notice_loaded()
         self.untouched = False
 
@@ -199,7 +199,7 @@ class LocalWeights(Follower):
     def _are_changed(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
         """Whether all were written since, or some moved, and they are not the global ones.
 
-        If some moved, as by model.bfloat16(), only if they differ by more than rounding.
+        If some moved, as by model.bfloat16(), differences by rounding do not count.
         """
         if not (is_moved := self._are_moved(marks)) and not self._are_written(marks):
             return False
@@ -217,7 +217,7 @@ class LocalWeights(Follower):
         return not any(map(self._is_here, self.global_of))
 
     def _local_ones(self) -> dict[Tensor, Tensor]:
-        """Returns the local weights of those with global ones, where these are; of DTensors this process's part."""
+        """Returns the local weights that have global ones, where those are; of DTensors this process's part."""
         return dict(zip(self.global_of, self.here([to_local(each.detach()) for each in self.global_of]), strict=True))
 
     def starts_and_locals(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -237,7 +237,7 @@ class LocalWeights(Follower):
                 self.adopt()
             return
         if has_left:
-            self.start_of |= self._kept_starts(current, {})  # of what was not extracted
+            self.start_of |= self._kept_starts(current, {})  # of weights that were not extracted
             return
         steps, self.steps_since = self.steps_since, 0  # only the error has D from now on
         try:
@@ -249,14 +249,14 @@ class LocalWeights(Follower):
                     self._rebase(dict(zip(self.global_of, current.local_weights, strict=True)))
                 kept = self._kept_starts(current, {} if current.stage == "sent" else self.start_of)
                 self.start_of = {**self._copies(self.global_of.keys()), **kept}
-        except BaseException:  # as of a device without memory for them: D is in the error, and so leaves them here
+        except BaseException:  # as when out of memory: D is in the error, and so must leave the local weights
             self.adopt()
             raise
         if current.stage == "failed":  # nobody else knows of it, so the next step has a round again
             self.steps_since = steps
 
     def _kept_starts(self, current: Round, starts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Returns the starts, by default global, of weights whose D is not in the error: the next D has it again."""
+        """Returns starts, by default global, for weights whose D is not in the error: the next D has it again."""
         without = {chunked.parameter for each in current.not_extracted for chunked in each.parameters}
         starts = {**self._copies(self.global_of.values()), **starts} if without else {}
         return {local: starts[local] for local, weight in self.global_of.items() if weight in without}
@@ -334,7 +334,7 @@ class LocalWeights(Follower):
                     self.note()
 
     def to_save(self, local: Tensor) -> dict[str, Tensor]:
-        """Returns what a state holds of a parameter's weights: the global ones, and those of this rank that differ."""
+        """Returns a parameter's weights for a state: the global ones, and those of this rank that differ."""
         kept = {"global": self.global_of[local].detach(), "local_steps": torch.tensor(self.steps_since, device="cpu")}
         if self.differ:
             kept["local"] = self.aside.get(local, local).detach()
@@ -343,7 +343,7 @@ class LocalWeights(Follower):
         return kept
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Restores what `to_save` returned, by parameter; others, frozen when the state was saved, have the model's."""
+        """Restores the results of `to_save`, by parameter; others, frozen in that state, take the model's weights."""
         self.notice_loaded()
         before = self._hash_of_global() if self.untouched else None
         self.start_of, self._left = {}, None
@@ -355,17 +355,17 @@ class LocalWeights(Follower):
             if "start" in entry:
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
                 self._copy([(entry["start"], self.start_of[local])])
-        # Of a state that changes nothing, as Accelerate's `prepare` loads, weights may still be loaded into the model.
+        # After a state that changes nothing, as Accelerate's `prepare` loads, the model may still load weights.
         has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())
         self.untouched = self.untouched and not has_trained and self._hash_of_global() == before
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
-        if local not in self.start_of:  # D counts from the global weights, as the local ones have them
+        if local not in self.start_of:  # D counts from the global weights, rounded as the local ones are
             return to_local(global_weight.detach().to(local.dtype).to(global_weight.dtype))
         return to_local(self.start_of[local]).to(to_local(global_weight.detach()))
 
     def _copies(self, weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Returns copies of the local or the global weights: like the local ones, where the global ones are."""
+        """Returns copies of the local or the global weights: in the local ones' dtypes, on the global ones' devices."""
         copies = {local: like_on(local, to_local(weight).device) for local, weight in self.global_of.items()}
         self._copy(zip(weights, copies.values(), strict=True))
         return copies
@@ -395,7 +395,7 @@ def _beginning(weight: Tensor) -> Tensor:
 
 
 def _forget_copies(weights: Iterable[Tensor]) -> None:
-    """Clears torch's caches of weights, which do not notice it if these change: of autocast, parametrize, FSDP2."""
+    """Clears torch's caches of weights (autocast, parametrize, FSDP2), which do not notice that these change."""
     forget_gathered(weights)
     torch.clear_autocast_cache()
     parametrize._cache.clear()

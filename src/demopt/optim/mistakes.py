@@ -1,7 +1,7 @@
 """Mistakes of a script around an optimizer that show nowhere else; each is told once, by the rank that speaks.
 
-`unsync`, `muon_adamw` and `muon_groups` get a model, and `remember` it; an optimizer looks at those that have its
-parameters in its first step (`look_at_models`). `Mistakes` watches the script around a LocalDeMo.
+`unsync`, `muon_adamw` and `muon_groups` get a model, and `remember` it; in its first step an optimizer looks at those
+that have its parameters (`look_at_models`). `Mistakes` watches the script around a LocalDeMo.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from demopt.validation import warn
 
 _LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
 _SMALL = 0.25  # of the rate that a group was built with; AdamW's best is about a tenth of Muon's
-_STILL_ROUNDS = 3  # without a rise: a warm-up is over
+_STILL_ROUNDS = 3  # without a rise of a rate: a warm-up is over
 _ALONE_ROUNDS = 20  # in a row in which only the first group has another rate than at first
 _COMMUNICATES = (
     "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
@@ -42,7 +42,7 @@ _told: WeakSet[nn.Module] = WeakSet()  # normalisations whose buffers were warne
 
 
 def check_model(model: Any) -> None:
-    """Raises TypeError unless it is a module, such as where parameters are given."""
+    """Raises TypeError unless it is a module, as where parameters are given instead."""
     if not isinstance(model, nn.Module):
         several = "; put several into a torch.nn.ModuleList" if isinstance(model, Iterable) else ""
         raise TypeError(f"got a {type(model).__name__} where a torch.nn.Module is expected{several}")
@@ -162,8 +162,8 @@ class _LocalWeightsSeen:
     def __deepcopy__(self, _: Any) -> "_LocalWeightsSeen":
         return _LocalWeightsSeen(None)
 
-    # Whoever loads a pickled model may not have demopt. So it has a hook that returns its inputs: dict.get, of a module
-    # that it does not know.
+    # Whoever loads a pickled model may not have demopt. So the pickle has a hook that returns the inputs: an empty
+    # dict's `get`, which does not know the module and returns its second argument.
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ({}, "get")
 
@@ -172,10 +172,10 @@ class Mistakes:
     """What a LocalDeMo has seen of the script around it. `is_new`: its learning rates are those of a run's start."""
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
-        self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
+        self._optimizer = weakref.proxy(optimizer)  # weak: it goes when nobody else holds it
         self._earlier = _look_at_earlier(optimizer) if is_new else []
         self._earlier_steps = 0  # theirs, when this one took its first
-        self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # until a hint
+        self._built = [*map(_chosen_rates, optimizer.inner)] if is_new else []  # rates, until a hint
         self._last = [0.0] * len(optimizer.param_groups)  # rates at the last round
         self._still = 0  # rounds since a rate rose
         self._first: list[float] = []  # rates at the first round
@@ -195,7 +195,7 @@ class Mistakes:
 
     @contextmanager
     def unwatched(self, shared: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """The context of `shared`, in which models have no hook: torch.jit.script compiles none, and copies keep it."""
+        """The context of `shared`, without models' hooks: torch.jit.script compiles none, and copies keep them."""
         watched, self._watched = self._watched, []
         for _, hook in watched:
             hook.remove()
@@ -208,7 +208,7 @@ class Mistakes:
                     self.watch(model)
 
     def note_state(self, has_local_weights: bool) -> None:
-        """A state was loaded, or the run's weights came: late in a run rates are small."""
+        """After a state was loaded, or the run's weights came: forgets rates, which are small late in a run."""
         self._built, self._first = [], []
         weights = self._optimizer._weights
         trained = [each for each in weights.global_of if each.requires_grad]
@@ -268,8 +268,8 @@ class Mistakes:
     def look_at_rates(self) -> None:
         """At a round: notices a script that writes its own rate over the one that an inner optimizer was built with.
 
-        An inner optimizer is suspect while no group's rate came near the one it was built with: others may have a part
-        of it, as with a decay by layer. A scheduler of torch scales the rate it finds, and sets `initial_lr`.
+        An inner optimizer is suspect until some group's rate comes near the one it was built with: others may have a
+        part of it, as with layer-wise decay. A scheduler of torch scales the rate it finds, and sets `initial_lr`.
         """
         self._look_at_other_groups()
         rates, suspects, first = [_rate(group) for group in self._optimizer.param_groups], [], 0
@@ -293,7 +293,7 @@ class Mistakes:
             )
 
     def _look_at_other_groups(self) -> None:
-        """Notices a script that writes its rate into the first group, where its own optimizer had no other."""
+        """Notices a script that writes its rate only into the first group, because its own optimizer had no other."""
         groups = self._optimizer.param_groups
         rates = [_rate(group) for group in groups]
         self._first = self._first if len(self._first) == len(rates) else rates

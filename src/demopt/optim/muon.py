@@ -1,6 +1,6 @@
 """Muon for matrices and AdamW for the rest: `muon_groups` for DeMo, and `muon_adamw` as LocalDeMo's inner optimizers.
 
-The second needs torch 2.9, which has Muon.
+`muon_adamw` needs torch 2.9, which has Muon.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older t
 _BATCH_ELEMENTS = 1 << 25  # of matrices that iterate together on an accelerator, which takes a few times their memory
 _DEVICE_DTYPE = torch.bfloat16  # of the iteration there, as torch's Muon has it: for tensor cores
 
-#: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
+#: The share of Muon's learning rate that AdamW's parameters get: AdamW's update has an RMS of about 1, Muon's of 0.2.
 _ADAMW_SHARE = 0.2
 
 
@@ -126,16 +126,16 @@ def muon_adamw(
         found.append(BatchedMuon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
     if rest:
         # Where a weight and its state lie differently in memory, such as after a change to channels_last, torch's fused
-        # AdamW takes the wrong elements on a CPU, and says nothing. It takes either plain tensors or DTensors.
+        # AdamW silently takes the wrong elements on a CPU. It takes either plain tensors or DTensors, not both.
         is_mixed, device = len({hasattr(p, "placements") for p in rest}) > 1, rest[0].device.type
         fused = not is_mixed and device in ("cpu", "cuda") and all(p.dim() < 4 and p.is_contiguous() for p in rest)
-        # None, not False, which would also turn off the one that torch takes on an accelerator.
+        # None, not False, which would also turn off the implementation that torch chooses on an accelerator.
         found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused or None))
     return found
 
 
 class BatchedMuon(_TorchMuon):  # type: ignore[misc]
-    """torch.optim.Muon, but on an accelerator equal matrices iterate together, and on a CPU in float32.
+    """torch.optim.Muon, except that matrices of one shape iterate together on an accelerator, and in float32 on a CPU.
 
     torch launches some forty kernels per matrix, and iterates in bfloat16, for which a CPU takes 21 to 104 times as
     long (docs/design-notes.md). The ranks that hold the shards of a matrix (FSDP2, tensor parallelism) gather it once a
@@ -151,7 +151,7 @@ class BatchedMuon(_TorchMuon):  # type: ignore[misc]
         tensor(0.2000)
     """
 
-    stands_for = "Muon"  # for workers with torch's to train along
+    stands_for = "Muon"  # so that workers with torch's own can train along
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -189,7 +189,7 @@ class BatchedMuon(_TorchMuon):  # type: ignore[misc]
         dtype = torch.float32 if ahead[0].is_cpu else _DEVICE_DTYPE
         together_BRS = ahead[0].new_empty((len(batch), *batch[0].shape), dtype=dtype)
         torch._foreach_copy_(together_BRS.unbind(), [whole_of(*each) for each in zip(ahead, batch, strict=True)])
-        # a single one as a matrix, whose products have other bits than those of a batch of one
+        # a single one goes in as a matrix, whose products have other bits than those of a batch of one
         phi_BRS = Muon()(together_BRS.squeeze(0), torch.empty(0, device="cpu"), {}).view_as(together_BRS)
         weights = [to_local(matrix.detach()) for matrix in batch]
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])

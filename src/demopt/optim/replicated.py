@@ -14,7 +14,7 @@ from demopt.state import StateDict, check_form, collect, consolidated, own_part,
 from demopt.validation import warn
 
 _MANY_IDLE = 100  # rounds
-_MANY_STEPS = 100  # that may send as much as a consolidated state
+_MANY_STEPS = 100  # whose traffic a consolidated state may equal without a warning
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def unrecorded(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse_change(*_: Any, **__: Any) -> None:
-    """Raises RuntimeError where a script changes a state that is put together anew at each look."""
+    """Raises RuntimeError where a script changes a state that is put together anew at each access."""
     raise RuntimeError(
         "the state of a LocalDeMo cannot be replaced, nor an entry of it: load_state_dict loads one, "
         "optimizer.inner[0].state takes changes, and optimizer.inner[0].state.clear() restarts an inner optimizer. For "
@@ -35,7 +35,7 @@ def refuse_change(*_: Any, **__: Any) -> None:
 
 
 class ReadOnly(defaultdict[Any, Any]):
-    """A state, or a parameter's entry, that takes no change: it would be lost. Its tensors are the optimizer's own."""
+    """A state, or a parameter's entry, that refuses changes: they would be lost. Its tensors are the optimizer's."""
 
     __delitem__ = __ior__ = clear = pop = popitem = update = refuse_change  # type: ignore[assignment]
 
@@ -57,7 +57,7 @@ class ReadOnly(defaultdict[Any, Any]):
 
 
 def _is_alike(before: Any, value: Any) -> bool:
-    """Whether an entry is the same as before, or on another device, where Lightning moves a state."""
+    """Whether an entry is the same as before, or only on another device, as when Lightning moves a state."""
     if isinstance(value, Mapping) and isinstance(before, Mapping):
         return before.keys() == value.keys() and all(_is_alike(before[name], value[name]) for name in value)
     if not (isinstance(value, Tensor) and isinstance(before, Tensor)):
@@ -73,10 +73,10 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     replicator: Replicator
     _rounds: Rounds
     sync_every: int = 1  # steps from one round to the next
-    _warned: frozenset[str] = frozenset()  # of what
+    _warned: frozenset[str] = frozenset()  # the subjects of warnings so far
     _is_trained: bool = False  # some parameter has had a gradient
-    _idle_rounds: int = 0  # in a row, since then without one
-    _has_begun: bool = False  # a round
+    _idle_rounds: int = 0  # in a row without a gradient, since then
+    _has_begun: bool = False  # a round has begun
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -159,12 +159,12 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if any(gradient is not None for gradient in gradients):
-            self._is_trained, self._idle_rounds = True, -1  # before the round that takes it
+            self._is_trained, self._idle_rounds = True, -1  # the round that takes it adds 1
 
     def _warn_unless_trained(self, compared: bool = True) -> None:
         """Warns, from the second round on, if no parameter that trains has had a gradient, or none for very long.
 
-        `compared`: on no rank, of several. The first batches of one may have nothing to learn, such as no boxes.
+        `compared`: only if no rank has had one: the first batches of one may have nothing to learn, such as no boxes.
         """
         trains = any(parameter.requires_grad for group in self.param_groups for parameter in group["params"])
         self._idle_rounds += trains  # not while all are frozen, as those of a network that waits for its turn
@@ -198,7 +198,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
                 )
 
     def warn_once(self, about: str, text: str, here: bool = False) -> None:
-        """Warns on the rank that speaks for all, or `here`, unless it did so of the same thing before."""
+        """Warns on the rank that speaks for all, or `here`, unless it has done so about the same thing."""
         if about not in self._warned and (here or self.replicator.session.exchange.speaks):
             self._warned |= {about}
             warn(text)
@@ -217,7 +217,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         return found
 
     def _follow_changes(self) -> Any:
-        """Takes what a script has changed since: groups, the state."""
+        """Takes over a script's changes since the last call: groups, the state."""
         raise NotImplementedError
 
     def _load(self, state_dict: StateDict) -> None:
@@ -226,7 +226,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
 
 def _in_own_storage(value: Any) -> Any:
-    """Returns a tensor with a storage of its own; a counter on the host may be that of all parameters."""
+    """Returns a tensor with a storage of its own; all parameters may share a counter on the host."""
     is_counter = type(value) is Tensor and value.dim() == 0 and value.is_cpu
     is_part = type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if is_counter or is_part else value

@@ -22,7 +22,7 @@ Load = list[tuple[Tensor, Tensor, Tensor]]  # parts of a buffer, each with those
 
 
 class Staging:
-    """Copies tensors; it makes buffers for a device when one is first met, and does not take them along in copies."""
+    """Copies tensors; makes the buffers for a device at its first use. A copy of this object has none of them."""
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, _Lane] = {}
@@ -97,7 +97,7 @@ class _Lane:
             target.copy_(staged)
 
     def _loads(self, pairs: list[Pair], source_travels: bool) -> Iterator[tuple[int, Load]]:
-        """Yields each load with the number of its buffer, where numbers have the dtype that they have on the device."""
+        """Yields each load with the number of its buffer, in which elements have the same dtype as on the device."""
         load: Load = []
         slot = used = 0
         for pair in pairs:
@@ -120,7 +120,7 @@ class _Lane:
     def _buffers(self) -> Tensor:  # uint8 [2, bytes]
         try:
             return torch.empty(2, PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except (RuntimeError, NotImplementedError):  # the device cannot reach page-locked memory faster
+        except (RuntimeError, NotImplementedError):  # there is no page-locked memory for the device
             return torch.empty(2, PIECE_BYTES, dtype=torch.uint8, device="cpu")
 
     @contextmanager
@@ -133,4 +133,4 @@ class _Lane:
             yield
         finally:
             torch.accelerator.set_stream(here)
-            torch.accelerator.set_stream(current)  # of the current device: the others made theirs the current one
+            torch.accelerator.set_stream(current)  # and the current device: the calls above made theirs current

@@ -16,20 +16,20 @@ SAVED_BY = "saved_by"  # in a parameter's state: `SavedBy`, as a tensor
 
 
 class SavedBy(NamedTuple):
-    """Whose a parameter's state is, and how many entries it has, because a saved one may lose or gain some.
+    """The rank and shard of a parameter's state, and the number of its entries: a saved state may lose or gain some.
 
-    It is in the state itself, because torch's functions for flattened states load only names that are there.
+    It is part of the state, because torch's functions for flattened states load only names that are already there.
     """
 
     rank: int
     world_size: int
     shard: int  # of a parameter that is sharded inside a node
     shards: int
-    entries: int  # ours, this one included; of a state of LocalDeMo all, which `SavedParameter.entry` counts
+    entries: int  # ours, this one included; in a state of LocalDeMo all of them, as `SavedParameter.entry` counts
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "SavedBy | None":
-        """Reads it from a parameter's state, where it may be missing, or anything else."""
+        """Reads it from a parameter's state; None if it is missing, or is something else."""
         value = entry.get(SAVED_BY)
         if not isinstance(value, Tensor) or unlike_memory(value) or (value.dtype, value.shape) != (torch.int64, (5,)):
             return None
@@ -42,17 +42,17 @@ class SavedBy(NamedTuple):
 
 
 def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
-    """Moves each parameter's state into the wiring's buffers, of which it becomes a view.
+    """Moves each parameter's state into the wiring's buffers; the state becomes views of them.
 
     A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
-    entries share; it takes the newest of theirs.
+    entries share; it takes the highest value among them.
     """
     earlier = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in earlier.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
     for parameter, entry in earlier.items():
         if parameter.requires_grad:
-            state[parameter] = {}  # whose parts are made anew below
+            state[parameter] = {}  # its entries are made anew below
         elif entry:  # copies, so that the old buffer can go
             state[parameter] = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
     for chunk_group in wiring.chunk_groups:
@@ -69,7 +69,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
 
 
 def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
-    """The same for this rank's errors as an owner; those of chunks that it owns no more go into its momentum."""
+    """Does the same for this rank's errors as an owner; those of chunks that it no longer owns go into its momentum."""
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     owned = dict(wiring.route.owner_state())
     for parameter, entry in earlier.items():
@@ -85,7 +85,7 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
 def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) -> None:
     """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
-    It enters `mean_over` times: so many ranks take the mean next, those of now in a round, the old ones in `share_of`.
+    It enters `mean_over` times, the ranks of the next mean: the current ones in a round, the old ones in `share_of`.
     """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
     rows = momentum[start : start + len(error)]
@@ -95,7 +95,7 @@ def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) 
 def _alone_in_storage(rows: Tensor) -> Tensor:
     """Returns the same memory as a tensor that is no view: a copy or file of a view would take the whole buffer along.
 
-    Elsewhere than on a CPU, `state_dict` copies views.
+    On other devices than CPUs, `state_dict` copies views.
     """
     return torch.from_dlpack(rows) if rows.is_cpu and rows.numel() else rows  # type: ignore[attr-defined]
 

@@ -36,7 +36,7 @@ class Owner(Route):
     """
 
     name = "owner"
-    least_ranks = 5  # the second compression costs some loss, and few messages are cheap to receive
+    least_ranks = 5  # the second compression costs some loss, and with fewer ranks gather receives few messages
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
@@ -54,7 +54,7 @@ class Owner(Route):
         ]
         self._owned = Route(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
         self._owned.layout = self.layouts[rank]
-        self._sums: list[Tensor] = []  # of the answer that was sent last, if nothing has applied it yet
+        self._sums: list[Tensor] = []  # of the last answer that was sent, until it is applied
 
     @classmethod
     def unsupported(cls, settings: Hyperparameters) -> str:
@@ -110,7 +110,7 @@ class Owner(Route):
                 self._sums.append(sums)
                 planes.append(encoded)
             head = replace(header, flags=header.flags | flags & (NONFINITE | NEW_LAYOUT))
-        except MessageError as error:  # whose rank the fingerprint field then holds, or W if it is unknown
+        except MessageError as error:  # the fingerprint field then holds the rank at fault, or W if it is unknown
             blamed = self.world_size if error.rank is None else error.rank
             announced = header.flags & (NEW_LAYOUT | NONFINITE)  # the owner's own flags, which all ranks must see
             head = replace(header, flags=REFUSED | announced, fingerprint=blamed)
@@ -139,27 +139,27 @@ class Owner(Route):
         try:
             for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
                 decompress(chunk_group, answers, round_number, self.workspace)
-        finally:  # the other ranks apply the answers even if this one cannot, so its errors are those after them
+        finally:  # the other ranks apply the answers even if this one cannot, so its errors lose them in any case
             ended, self._sums = self._sums, []
             for errors in self.errors[: len(ended)]:
-                errors.zero_()  # dropped, if memory ends below: a later answer would have it again
+                errors.zero_()  # stay zero if memory runs out below: a later answer would send the same error again
             for number, sums in enumerate(ended):
                 span, answers = self.spans[number], decoded[number]
                 subtract(self.chunk_groups[number], sums, answers.chunks(span.start, span.stop))
                 self.errors[number].copy_(sums)
 
     def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> str:
-        del decoded, row  # answers, which no rank has sent
+        del decoded, row  # `decoded` holds the owners' answers, not this rank's coefficients
         return super().subtract_sent(data)
 
 
 def _by_chunk_group(answers: list[Decoded]) -> Decoded:
-    """Returns the signs of each chunk group's chunks, of all owners."""
+    """Returns the signs from all owners, by chunk group."""
     return [Coefficients.cat(spans, dim=1) for spans in zip(*answers, strict=True)]
 
 
 def divided(sections: tuple[Section, ...], world_size: int) -> list[list[slice]]:
-    """Returns the chunks of each section that an owner owns, whole granules, by owner.
+    """Returns the chunks of each section that each owner owns, in whole granules, by owner.
 
     The granules of all sections lie end to end, each as long as its elements. An owner's span ends at the boundary
     nearest to the end of its 1/W of the total, so that parts differ by a granule at most.

@@ -2,8 +2,8 @@
 
 Both optimizers have one. `DeMo` gives it gradients, over the model's parameters; `LocalDeMo` gives it pseudo-gradients,
 over the global weights. A round is `extract`, `exchange`, `apply`, as ARCHITECTURE.md draws it. Inside a node, ranks
-with shards or copies of one parameter work together in the first and the last. With two levels the first `extract`
-runs the handshake.
+with shards or copies of one parameter work together in `extract` and `apply`. With two levels the first `extract` runs
+the handshake.
 
 Shapes: W ranks, B bytes in a message.
 """
@@ -62,7 +62,7 @@ class Stats:
     chosen route; `kept` is the number of coefficients in the message; `seconds` holds the host's time in "extract",
     "exchange" and "apply"; `skipped` means that no rank applied anything, because some rank's gradient was not finite
     or, in a folder, too few had sent; `route` names the route and the reason for it; `consolidated_bytes` counts the
-    traffic of `consolidate_state_dict` since.
+    traffic of `consolidate_state_dict` since that step.
 
     Examples:
         >>> Stats(payload_bytes=10).kept
@@ -99,8 +99,8 @@ class Stats:
 class Round:
     """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far.
 
-    Its stages: "begun", with nothing of this rank; "extracted"; then, unless it ends at once, "sent" in the background,
-    or "left open" by an error that left it undecided; at last "applied", "skipped" or, if forgotten, "failed".
+    Its stages: "begun", with no message of this rank; "extracted"; then, unless it ends at once, "sent" in the
+    background, or "left open", undecided, by an error; at last "applied", "skipped" or, if forgotten, "failed".
     """
 
     wiring: Wiring
@@ -112,13 +112,13 @@ class Round:
     not_extracted: Sequence[ChunkGroup] = ()  # whose momentum is without D, because an error has ended `extract`
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Tensor] | None" = None  # its exchange in the background, which returns the messages
-    at_rest: threading.Event | None = None  # where that extracts, too: set when nothing writes the momentum any more
+    at_rest: threading.Event | None = None  # if `work` extracts, too: set when it no longer writes the momentum
     outcome: Outcome | None = None  # where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
     exchanged: bool = False  # the exchange and all comparisons after it are done
     stage: Stage = "begun"
-    by_user: bool = False  # begun by `extract` as a user calls it, not by a step
+    by_user: bool = False  # begun by a user's call of `extract`, not by a step
 
     @property
     def row(self) -> int | None:
@@ -129,7 +129,7 @@ class Round:
 
     @property
     def finite(self) -> bool:
-        """Whether this rank's gradients were finite: then the momentum has them, and the message its largest part."""
+        """Whether this rank's gradients were finite: if so, the momentum has them, and the message has coefficients."""
         return not self.header.flags & NONFINITE
 
 
@@ -145,13 +145,13 @@ class Replicator:
         self.state = state
         self.options = options
         self.session = Session(process_group, options.background)
-        self.stats = Stats()  # of the last round that was exchanged, or extracted, unless it is in flight
-        self.samples = 1  # of this rank in a round: its weight in the mean
+        self.stats = Stats()  # of the last round that was extracted or exchanged; in flight, of the one before
+        self.samples = 1  # this rank's weight in a round's mean
         #: Of rounds applied or skipped; in every parameter's state.
         self.round_number = torch.zeros((), dtype=torch.int64, device="cpu")
         self.round: Round | None = None
         self.follower = Follower()
-        self.in_buffers: State = {}  # the state as buffers have it: a script may have put other tensors into `state`
+        self.in_buffers: State = {}  # views of the buffers: a script may have put other tensors into `state`
         self._wiring: Wiring | None = None
         self._skips = 0  # rounds skipped in a row
         self._told_of_skips = False
@@ -178,7 +178,7 @@ class Replicator:
 
     @property
     def step(self) -> Tensor:
-        """The earlier name of `round_number`, which programs of others use."""
+        """The earlier name of `round_number`, which other programs still use."""
         return self.round_number
 
     @property
@@ -233,14 +233,14 @@ class Replicator:
     ) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
-        `gradients` are local tensors in the order of `parameters`, which `unscale` (see `unscaling_of`) multiplies.
-        With `minus`, the gradients are the differences gradients[i] - minus[i]. The rest as in `DeMo.extract`.
+        `gradients` are local tensors in the order of `parameters`; `unscale` (see `unscaling_of`) is a factor on them.
+        With `minus`, the gradients are the differences gradients[i] - minus[i]. The rest is as in `DeMo.extract`.
         """
         current, factor = self._prepared(gradients, unscale, minus)
-        with uninterrupted():  # what has entered the momentum is in a round
+        with uninterrupted():  # so that all that has entered the momentum belongs to a round
             try:
                 self._compress(current, gradients, factor, minus)
-            except BaseException:  # as of a device without memory: where the momentum has D, the next one is without it
+            except BaseException:  # such as out of memory: what the momentum has of D must not be in the next D, too
                 current.stage = "extracted"
                 self.enter_stage(current, "failed")
                 raise
@@ -251,7 +251,7 @@ class Replicator:
         return current.message
 
     def _prepared(self, gradients: Gradients, unscale: float | None, minus: Gradients | None) -> tuple[Round, float]:
-        """Begins a round with checked gradients; returns also the factor on them. The momentum is as before."""
+        """Begins a round with checked gradients; also returns the factor on them. Leaves the momentum as it is."""
         self.require_idle("extract")
         started = time.perf_counter()
         wiring = self.wiring()
@@ -260,7 +260,7 @@ class Replicator:
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
-        # of differences, only `minus`, the local weights: from a start that is not finite, they are not finite either
+        # of differences, only `minus`, the local weights, is checked: if the start is not finite, neither are they
         current.local_weights = minus
         usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus, factor)
         if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
@@ -272,9 +272,9 @@ class Replicator:
         return current, factor
 
     def _begin(self, wiring: Wiring) -> Round:
-        """Begins a round, with the hash by which the others compare this rank's weights with theirs, if due."""
+        """Begins a round; if due, with a hash for the comparison of this rank's weights with the others'."""
         exchange = self.session.exchange
-        if exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
+        if exchange.intra_node is not None:  # before copies are compared: ranks that differ would hang there
             self.session.agree(wiring, self.header)
         header = self.header(wiring)
         new, every = Round(wiring, header), self.options.fingerprint_every
@@ -290,13 +290,13 @@ class Replicator:
         return new
 
     def _begin_alone(self) -> Round:
-        """Begins the round of a rank that sends nothing, as in a replay: its messages may be of any session."""
+        """Begins the round of a rank that sends nothing, as in a replay: the messages may be of any session."""
         new = self._begin(self.wiring())
         new.header = replace(new.header, settings=new.header.settings & ~OPTIMIZER)
         return new
 
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
-        """Steps 1 to 4 for a prepared round, whose message it makes."""
+        """Steps 1 to 4 for a prepared round; makes its message."""
         wiring, started = current.wiring, time.perf_counter()
         with record_function("demopt.extract"):
             if current.finite:
@@ -356,7 +356,7 @@ class Replicator:
         return messages
 
     def _compare(self, current: Round, exchange: Meter, messages: Tensor) -> Tensor:
-        """Runs the comparisons of a fixed set of ranks; returns the messages, which another handshake replaces."""
+        """Runs the comparisons of a fixed set of ranks; returns the messages, sent anew if a handshake was due."""
         if current.result is None or current.result.messages is not messages:
             current.result = None
             with suppress(MessageError):  # its rows are no messages, which `check` reports
@@ -376,7 +376,7 @@ class Replicator:
         try:
             with record_function("demopt.wait"):
                 messages = work.result()
-        except BaseException:  # also an interrupt: the round is then in flight still
+        except BaseException:  # also an interrupt: the round is then still in flight
             if work.done() and work.exception() is not None:
                 self._reopen(current)
             raise
@@ -387,7 +387,7 @@ class Replicator:
     def _reopen(self, current: Round) -> None:
         """Takes a round out of the background: it travels once more, or is forgotten."""
         current.work = None
-        if current.message is None:  # `extract_and_send` has failed before it was made, as without memory
+        if current.message is None:  # `extract_and_send` failed before the message was made, as when out of memory
             self.round = None
         self.enter_stage(current, "left open" if self.round is current else "failed")
 
@@ -406,9 +406,9 @@ class Replicator:
         self._checked(self.round or self._begin_alone(), messages)
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
-        """Returns the round's result, decoded, of which everything is checked, once.
+        """Returns the round's result, decoded and checked; decodes and checks it only once.
 
-        In a folder that was done when each message came (`check_message`), and the result is in the round.
+        In a folder each message was checked when it came (`check_message`), and the round holds the result.
         """
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
@@ -466,7 +466,7 @@ class Replicator:
     def apply_missed(self, result: Result, received_bytes: int) -> None:
         """Applies the checked messages of a round in which this rank sent nothing: its momentum stays as it is.
 
-        `received_bytes`, for them, are added to those of the step's own round.
+        `received_bytes`, those of the messages, are added to those of the step's own round.
         """
         self.require_idle("apply_missed")
         wiring, received_bytes = self.wiring(), self.stats.received_bytes + received_bytes
@@ -490,7 +490,7 @@ class Replicator:
             self.session.leave()
 
     def enter_stage(self, current: Round | None, stage: Stage) -> None:
-        """Moves a round with this rank's message on, and tells the follower. Call it with `uninterrupted`."""
+        """Moves a round with this rank's message to a stage, and tells the follower. Call it with `uninterrupted`."""
         if current is not None and current.stage != "begun":
             before, current.stage = current.stage, stage
             self.follower.follow(current, before)
@@ -499,7 +499,7 @@ class Replicator:
     # Phases 1 and 2 in the background, while this rank computes
 
     def send(self) -> None:
-        """Step 5, begun: the message travels in the background until `exchange`."""
+        """Begins step 5: the message travels in the background until `exchange`."""
         current = self._current()
         self.session.agree(current.wiring, self.header)
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
@@ -508,9 +508,9 @@ class Replicator:
             self.enter_stage(current, "sent")
 
     def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
-        """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
+        """Begins steps 1 to 5: only checks run here; the rest, also decoding, in the background until `exchange`.
 
-        For tensors of the host that nothing writes before then.
+        The tensors must be on the host, and nothing may write them before then.
         """
         wiring = self.wiring()
         self.session.agree(wiring, self.header)
@@ -524,7 +524,7 @@ class Replicator:
                 finally:
                     at_rest.set()
                 messages = self._travel(current, exchange)
-                with suppress(DemoptError):  # something is wrong with them, which `exchange` and `apply` find
+                with suppress(DemoptError):  # if something is wrong with them, `exchange` and `apply` find it
                     self._checked(current, messages)
                 return messages
 
@@ -533,7 +533,7 @@ class Replicator:
             self.round, current.stage = current, "extracted"  # D is fixed; the background adds it to the momentum
             try:
                 current.work = self.session.submit(work, None)
-            except BaseException:  # as of a machine without another thread: nothing adds D
+            except BaseException:  # such as no more threads: nothing adds D
                 current.not_extracted = wiring.chunk_groups
                 at_rest.set()
                 raise
@@ -551,7 +551,7 @@ class Replicator:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round was sent in the background, and is not applied; its exchange has not failed."""
+        """Whether a round was sent in the background, and has neither been applied nor failed."""
         return self.round is not None and self.round.stage == "sent"
 
     @property
@@ -564,7 +564,7 @@ class Replicator:
     def gradients(
         self, parameters: Sequence[Tensor], unscale: float | None
     ) -> tuple[list[Tensor | None], float | None]:
-        """Returns the parameters' gradients, averaged inside a node, and the factor that is left for them."""
+        """Returns the parameters' gradients, averaged inside a node, and the factor still to be applied to them."""
         exchange = self.session.exchange
         if exchange.intra_node is None:
             return gradients_of(parameters), unscale
@@ -575,7 +575,7 @@ class Replicator:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
-        if present and unscale is not None and not math.isnan(unscale):  # which an infinite gradient stays without
+        if present and unscale is not None and not math.isnan(unscale):  # with an infinite gradient, the scale stays
             remove_scale(present, unscale)  # ranks of a node may have different scales
         average(present, exchange.intra_node)
         infinite = unscale is not None and not all_usable(present)  # the same in the whole node
@@ -598,7 +598,7 @@ class Replicator:
         tensors = [*wiring.replicated_tensors(), number]
         facts = {f"tensor {n} to copy": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
         with exchange.paused():
-            check_alike(exchange, facts, wiring.device)  # other lengths end gloo's process
+            check_alike(exchange, facts, wiring.device)  # different lengths would make gloo end the process
         drop_steps()
         forget_gathered(self.parameters)
         copy_tensors(exchange, tensors, src)
@@ -635,7 +635,7 @@ class Replicator:
         return detached
 
     def attach_round(self, detached: Round) -> Tensor:
-        """Goes on with a detached round, between the ranks and at the step of now; returns its message anew.
+        """Goes on with a detached round, between the current ranks at the current step; returns its new message.
 
         Nothing is extracted again: no gradient enters the momentum twice, and none is lost.
         """
@@ -662,7 +662,7 @@ class Replicator:
         _warn_of_dropped(left)
 
     def resume_round(self, message: Tensor, attached: Any) -> None:
-        """Goes on with the round of a message from before a restart, whose content the momentum has."""
+        """Goes on with the round of a message from before a restart; the momentum still has the message's content."""
         wiring = self.wiring()
         if message.numel() != wiring.route.widths[0]:
             raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
@@ -703,7 +703,7 @@ class Replicator:
 
 
 def _warn_of_dropped(left: str) -> None:
-    """Warns if an error has `left` what was sent in some momenta, once the round is applied."""
+    """Warns, once the round is applied, that the error `left` has kept sent values in momenta, which were dropped."""
     if left:
         warn(
             f"the round is applied, and what it has sent could not leave all momenta of this rank ({left}): those were "

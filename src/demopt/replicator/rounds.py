@@ -1,7 +1,7 @@
 """Rounds: how ranks meet, and exchange and apply a round, between a fixed set of ranks or with varying senders.
 
 Where senders vary, each round has its own list of them. Messages arrive one by one; each is decoded and checked once,
-alone, and the round keeps the result. Its place in the list is the list's, not the message's.
+alone, and the round keeps the result. The list, not the message, sets the message's place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Stage = Literal["begun", "extracted", "sent", "left open", "applied", "skipped",
 
 
 class Follower:
-    """Weights that follow those of the replicator, as `LocalWeights`, which says how; this one, of `DeMo`, has none."""
+    """Weights that follow the replicator's: `LocalWeights` says how; this one, for `DeMo`, has no such weights."""
 
     def follow(self, current: Round, before: Stage) -> None:
         """A round with this rank's message has left the stage `before`, which is "extracted" or a later one."""
@@ -40,7 +40,7 @@ class Follower:
         return nullcontext()
 
     def adopt(self) -> None:
-        """Inside it: no round will have the local steps since the last one."""
+        """Inside that context: no round will contain the local steps since the last one."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class VaryingExchange(Meter):
 def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
     """Decodes and checks one message, uint8 [B]; MessageError, without a rank, if it cannot take part.
 
-    `header`: of this rank's message; where senders vary each message is by rank 0 of 1.
+    `header`: that of this rank's message; where senders vary, each message comes from rank 0 of 1.
     """
     result = read_result(wiring.route, message.unsqueeze(0).to(wiring.route.device))
     try:
@@ -87,7 +87,7 @@ def check_message(wiring: Wiring, header: Header, message: Tensor) -> Result:
 
 
 def join_results(wiring: Wiring, results: Sequence[Result]) -> Result:
-    """Joins checked messages, each a row; of none, a round that changes nothing."""
+    """Joins checked messages, each a row; without any, the result is a round that changes nothing."""
     if not results:
         empty = torch.empty(0, wiring.route.widths[0], dtype=torch.uint8, device="cpu")
         return Result(empty, empty._version, [], checked=True, skipped=True)
@@ -100,16 +100,16 @@ def join_results(wiring: Wiring, results: Sequence[Result]) -> Result:
 class Rounds:
     """The rounds of a fixed set of ranks: a round that fails has failed on all of them."""
 
-    in_folder = False  #: whether senders vary, who may be at different local steps
+    in_folder = False  #: whether senders vary; they may then be at different local steps
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator
-        self._is_inside = False  # a round, as a handler of a signal may find it
+        self._is_inside = False  # inside `settled`, where a signal handler may run
 
     @contextmanager
     def settled(self) -> Iterator[None]:
         """The context in which a step makes or ends a round; one that fails is settled at the end."""
-        before, self._is_inside = self._is_inside, True  # a handler of a signal may come in while a step is inside
+        before, self._is_inside = self._is_inside, True  # a signal handler may enter while a step is inside
         try:
             yield
         finally:
@@ -118,14 +118,14 @@ class Rounds:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the next local step needs nothing of other ranks before it."""
+        """Whether the next local step needs nothing from other ranks first."""
         replicator = self.replicator
         return replicator.in_flight or replicator.session.has_agreed(replicator.wiring())
 
     def join(self, frozen: int | None = None) -> bool:
-        """Makes this rank one of the others; it may move the parameters. Returns whether it has joined a run of others.
+        """Meets the other ranks, which may move the parameters; returns whether this rank has joined a run of others.
 
-        `frozen`: a hash of what does not train, for a run's record. Then `lent_moments` are for its inner optimizer.
+        If so, `lent_moments` are for its inner optimizer. `frozen`: a hash of the frozen weights, for a run's record.
         """
         del frozen  # ranks that meet compare these weights themselves
         replicator = self.replicator
@@ -134,7 +134,7 @@ class Rounds:
         return False
 
     def lent_moments(self) -> Moments:
-        """Returns the moments that a run lends to this rank: none if it has some, or none are there."""
+        """Returns the moments that a run lends to this rank: none if this rank has its own, or the run has none."""
         return {}
 
     def entry(self) -> dict[str, Any]:
@@ -166,9 +166,9 @@ class Rounds:
         return False
 
     def exchange_and_apply(self) -> bool:
-        """Exchanges the round, if it is not under way, and applies it; whether to send what it has left at once.
+        """Exchanges the round, unless it is under way, and applies it; returns whether to send its content again now.
 
-        After an error follows `settle`.
+        After an error, `settle` follows.
         """
         self.replicator.apply(self.replicator.exchange())
         return False
@@ -176,8 +176,8 @@ class Rounds:
     def settle(self) -> None:
         """Forgets a round that has failed; what it would have sent stays in the momentum.
 
-        At the end of its context or, if a second interrupt came then, before whatever is next. In a folder it is left
-        open, because its message may be in a manifest; also inside, where a handler of a signal may save.
+        Called at the end of `settled` or, if a second interrupt came then, before the next call. In a folder the round
+        is left open, because its message may be in a manifest; also inside `settled`, where a signal handler may save.
         """
         current = self.replicator.round
         has_failed = current is not None and not (self._is_inside or self.replicator.in_flight or current.by_user)
@@ -185,5 +185,5 @@ class Rounds:
             self.replicator.rollback()
 
     def resync(self, src: int, drop_steps: Callable[[], None]) -> None:
-        """Takes the parameters and outer state of rank `src`. Calls `drop_steps` before; not if the call is refused."""
+        """Takes the parameters and outer state of rank `src`. Calls `drop_steps` first, unless the call is refused."""
         self.replicator.resync(src, drop_steps)

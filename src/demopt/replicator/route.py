@@ -1,4 +1,4 @@
-"""Routes, the ways of a round's messages between ranks: gather, the plainest, of which `owner.py` changes parts.
+"""Routes, the ways of a round's messages between ranks: here gather, the plainest; `owner.py` changes parts of it.
 
 gather: every rank receives every message, and all compute the same sums. (W - 1) B received.
 
@@ -35,8 +35,8 @@ Decoded = list[Coefficients]  # of each chunk group
 class Result:
     """The result of an exchange, uint8 [W, B], with its headers, and decoded.
 
-    On an accelerator it is decoded on arrival: headers and faults then take one copy to the host. What has a fault is
-    dropped. `Route.check` decodes that again, to find the error, and every result on a CPU.
+    On an accelerator it is decoded on arrival, so that headers and faults take one copy to the host; with a fault, the
+    decoded part is dropped. `Route.check` decodes such a result again, to find the error, and every result on a CPU.
     """
 
     messages: Tensor
@@ -64,7 +64,7 @@ class Route:
     """
 
     name: ClassVar[str] = "gather"  #: as users write it
-    least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
+    least_ranks: ClassVar[int] = 1  #: route "auto" considers it with this many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         self.chunk_groups = chunk_groups
@@ -89,7 +89,7 @@ class Route:
 
     @property
     def bytes_each_way(self) -> int:
-        """The bytes that each rank sends per round, and as many that it receives, headers included."""
+        """The bytes that each rank sends per round, headers included; it receives as many."""
         return (self.world_size - 1) * self.widths[0]
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ class Route:
         return exchange.all_gather(message)
 
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
-        """Decodes all of the result without waiting for the device; returns also the faults in each body, int64 [W]."""
+        """Decodes the result without waiting for the device; also returns each body's number of faults, int64 [W]."""
         found, faults = self.layout.decode(bodies_WB, self.devices)
         return found, count_faults(faults, bodies_WB)
 
@@ -112,11 +112,11 @@ class Route:
         if flags & NONFINITE:
             return flags, []
         decoded = result.decoded or self.layout.checked(result.messages[:, HEADER_BYTES:])
-        samples = tuple([header.samples for header in result.headers])  # they weigh signs of all
+        samples = tuple([header.samples for header in result.headers])  # weights of the ranks where all signs are sent
         return flags, [replace(each, samples=samples) for each in decoded]
 
     def owner_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
+        """Yields each parameter of which this rank owns chunks, with the state of these chunks; tensors are views."""
         yield from ()
 
     def apply(self, decoded: Decoded, round_number: int) -> None:
@@ -127,8 +127,8 @@ class Route:
     def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> str:
         """The rest of step 4: the coefficients in this rank's message, which all have applied, leave its momentum.
 
-        They are decoded from its bytes `data`, or are row `row` of `decoded`. Where memory ends, momenta that have some
-        of them left are dropped, because a later round would apply these again. Returns that error, or an empty text.
+        They are decoded from the message's bytes `data`, or are row `row` of `decoded`. If memory runs out, momenta
+        that still have some of them are dropped: a later round would apply these again. Returns that error, or "".
         """
         done = 0
         try:
@@ -144,7 +144,7 @@ class Route:
 
     def _own(self, data: list[Tensor]) -> Decoded:
         """Returns the coefficients in the bytes of this rank's message."""
-        if self.device.type != "cpu" and data:  # its own bytes: to check them, it would wait for the device
+        if self.device.type != "cpu" and data:  # its own bytes need no check, which would wait for the device
             body = torch.cat([each.to(self.device) for each in data])
             return self.layout.decode(body.unsqueeze(0), self.devices)[0]
         pairs = zip(self.layout.sections, data, strict=False)
@@ -163,7 +163,7 @@ class Route:
 
 
 def read_result(route: Route, messages: Tensor) -> Result:
-    """Reads the result of a route's `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
+    """Reads the result of a route's `exchange`; MessageError if its rows are no messages. Nothing else is checked."""
     if not isinstance(messages, Tensor):
         raise TypeError(f"messages is a {type(messages).__name__}; give the tensor of all messages, uint8 [W, B]")
     fits = messages.dim() == 2 and messages.shape[1] == route.widths[1] and messages.dtype == torch.uint8

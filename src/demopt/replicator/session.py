@@ -1,10 +1,10 @@
 """The session of a replicator: the ranks that train together, the exchange between them, and what they compare.
 
-The handshake compares settings, the order of parameters, initial weights and sharding; for a new layout it comes again.
+The handshake compares settings, the order of parameters, initial weights and sharding; it runs again for a new layout.
 Rounds know a parameter by its place: if one rank had another order, as from a set, layers would be swapped.
 
-Inside a node, ranks may hold copies of a parameter: those that tensor parallelism replicates, or all in a node of a
-two-level mesh. Messages travel between replicas, not between these ranks, whose copies must stay equal all the same.
+Inside a node, ranks may hold copies of a parameter: one that tensor parallelism replicates, or any on a two-level mesh.
+Messages travel between replicas, not between these ranks, but their copies must stay equal all the same.
 """
 
 import itertools
@@ -41,8 +41,8 @@ _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_
 class Session:
     """This rank among the others: the exchange, its background thread, and the route that all have agreed on.
 
-    `regroup` takes a new one; it holds nothing of the optimizer's state. In a folder it meets nobody: a worker compares
-    its settings with the record of the run (`FolderExchange.attachment`).
+    `regroup` makes a new one: a session holds none of the optimizer's state. In a folder it meets nobody: a worker
+    compares its settings with the record of the run (`FolderExchange.attachment`).
     """
 
     def __init__(self, process_group: Any, background: bool) -> None:
@@ -50,7 +50,7 @@ class Session:
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
-        self._agreed: Route | None = None  # that ranks have compared settings for; None: no handshake has come
+        self._agreed: Route | None = None  # the route that ranks compared settings for; None: no handshake yet
         self._order: list[int] = []  # of the parameters, by id, when their names and weights were compared
         self.compares_gradients = False  # whether ranks have yet to compare gradients that show anything
         self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether they show anything
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def has_met(self) -> bool:
-        """Whether a handshake has come, with these ranks."""
+        """Whether there was a handshake with these ranks."""
         return self._agreed is not None
 
     def has_agreed(self, wiring: Wiring) -> bool:
@@ -83,7 +83,7 @@ class Session:
         return self._agreed is wiring.route
 
     def agree(self, wiring: Wiring, header_of: Callable[[Wiring], Header]) -> None:
-        """Runs the handshake, if the layout of the wiring is new, unmetered; one rank, as in a folder, with itself."""
+        """Runs the handshake, unmetered, if the wiring's layout is new; a single rank, as in a folder, with itself."""
         self.compare_as_owed(wiring)
         if self.has_agreed(wiring):
             return
@@ -141,7 +141,7 @@ class Session:
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Remembers a hash of this step's gradients, and whether they show anything, while `compares_gradients`.
 
-        Not if all are zero, or one is not finite: NaN of other data has the same bits.
+        They show nothing if all are zero, or if one is not finite: NaNs from different data have the same bits.
         """
         present = [gradient for gradient in gradients if gradient is not None]
         shows = any(bool(gradient.any()) for gradient in present) and all_usable(present)
@@ -150,8 +150,8 @@ class Session:
     def compare_gradients(self, wiring: Wiring) -> None:
         """Rank 0 warns if all ranks have bit-identical gradients: something else already synchronizes them.
 
-        Comparing goes on until those of some rank show anything. All call it together, with no exchange in the
-        background.
+        Comparisons go on until some rank's gradients show anything. All ranks call this together, with no exchange in
+        the background.
         """
         with self.exchange.paused():
             found = gather_values(self.exchange, self._gradients, wiring.device)
@@ -167,7 +167,7 @@ class Session:
                 )
 
     def leave(self) -> None:
-        """This rank undoes a round that the others apply. They then compare gradients with it: `compare_as_owed`."""
+        """Notes that this rank undoes a round after which the others compare gradients with it: `compare_as_owed`."""
         self._owes_comparison = self.compares_gradients
 
     def compare_as_owed(self, wiring: Wiring) -> None:
@@ -216,7 +216,7 @@ def check_alike(exchange: Exchange, facts: dict[str, str], device: torch.device 
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of all parameters, without those of wrappers; nothing unless all groups have names."""
+    """Returns the names of all parameters, without the parts of wrappers; nothing unless all groups have names."""
     found = [_WRAPPERS.sub("", str(name)) for group in groups for name in group.get("param_names") or ()]
     return found if len(found) == sum(len(group["params"]) for group in groups) else []
 
@@ -231,7 +231,7 @@ def check_order(who: str, there: str, theirs: Sequence[Any], mine: Sequence[Any]
 
     A negative mark counts only if all that differ are those of `theirs` in another order.
 
-    `who` has `mine`, and `there` says who has `theirs`.
+    `who` says who has `mine`, and `there` who has `theirs`.
     """
     differing = [place for place, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b]
     place_of = {theirs[place]: place for place in differing}
@@ -246,7 +246,7 @@ def check_order(who: str, there: str, theirs: Sequence[Any], mine: Sequence[Any]
 
 
 def varies(tensor: Tensor) -> bool:
-    """Whether not all elements of a tensor are equal."""
+    """Whether a tensor has unequal elements."""
     if tensor.numel() < 2:
         return False
     rows = byte_view(to_local(tensor.detach())).view(-1, tensor.itemsize)  # of any dtype
@@ -259,9 +259,9 @@ def varies(tensor: Tensor) -> bool:
 def equalize_weights(exchange: Exchange, tensors: list[Tensor], hashed: int, device: torch.device) -> None:
     """If tensors differ between ranks, as their fingerprint `hashed` tells, copies rank 0's to all ranks; rank 0 warns.
 
-    SettingsError if those of a rank are of other shapes, or rank 0's in another order.
+    SettingsError if a rank's tensors have other shapes, or are rank 0's in another order.
     """
-    # only of frozen ones: those that train have been compared
+    # facts of frozen parameters: those that train have been compared
     facts = {f"frozen parameter {n}": f"{each.dtype} {list(each.shape)}" for n, each in enumerate(tensors)}
     fingerprints = check_alike(exchange, facts, device, hashed)
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
@@ -344,9 +344,9 @@ def tensors_at(places: Sequence[int], wiring: Wiring, momenta: bool) -> list[Ten
 
 
 def difference_of_copies(wiring: Wiring, exchange: Exchange) -> str:
-    """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
+    """Names copies that differ in this node; empty on all of its ranks if none do."""
     inside, found = copies_of(wiring, exchange), ""
-    for held, places in inside:  # each of them: the ranks that hold these copies compare them together
+    for held, places in inside:  # also after a difference: ranks that hold the same copies compare them together
         fingerprints = [fingerprint([*parts_of([wiring.parameters[place]])]) for place in places]
         theirs = gather_values(held, fingerprints, wiring.device)
         for number, place in enumerate(places):

@@ -87,13 +87,13 @@ class Inputs:
 
     @property
     def for_layout(self) -> "Inputs":
-        """These inputs with only what decides the layout of messages, or which state there is."""
+        """These inputs with only the settings that decide the layout of messages, or which state there is."""
         values = [tuple(of_group[NAMES.index(name)] for name in LAYOUT) for of_group in self.values]
         return replace(self, options=Options(self.options.route, kernels=self.options.kernels), values=values)
 
 
 def _comparable(value: Any) -> Any:
-    """Returns the number in a value of torch or numpy; the text of one without, which `Hyperparameters` refuses."""
+    """Returns the number in a value of torch or numpy; if it has none, its text, which `Hyperparameters` refuses."""
     try:
         return value.item()
     except (RuntimeError, ValueError):  # several elements, or on the meta device
@@ -102,9 +102,9 @@ def _comparable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Chunk groups, and the route of their messages; made anew when something changes that it was made from.
+    """Chunk groups, and the route of their messages; made anew when one of its inputs changes.
 
-    Two wirings with the same `route`, the same object, differ only in hyper-parameters that no layout depends on.
+    Two wirings with the same `route` object differ only in hyper-parameters that no layout depends on.
     """
 
     inputs: Inputs
@@ -118,17 +118,17 @@ class Wiring:
 
     @property
     def device(self) -> torch.device:
-        """The device of the bytes of handshakes and of consolidated states."""
+        """The device on which handshakes and consolidated states travel."""
         return device_between(to_local(parameter).device for parameter in self.parameters)
 
     @cached_property
     def names(self) -> list[str]:
         """The names of all parameters in error messages."""
-        of_groups = groupby(seen.group for seen in self.inputs.parameters)  # the groups may have got more since
+        of_groups = groupby(seen.group for seen in self.inputs.parameters)  # groups may have got more parameters since
         return [f"param_groups[{group}]['params'][{place}]" for group, its in of_groups for place, _ in enumerate(its)]
 
     def require_unchanged(self) -> None:
-        """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""
+        """Raises ValueError if a parameter has no memory, or dtype, device or shape differ from the wiring's."""
         for name, parameter, seen in zip(self.names, self.parameters, self.inputs.parameters, strict=True):
             came, was = (parameter.dtype, parameter.device, parameter.shape), (seen.dtype, seen.device, seen.shape)
             if came != was:
@@ -137,7 +137,7 @@ class Wiring:
                 check_in_host_memory(name, part)
 
     def replicated_tensors(self) -> list[Tensor]:
-        """Returns all that must be the same on all ranks: the parts of parameters that are here, rules' state."""
+        """Returns the tensors that must be the same on all ranks: parts of parameters held here, and rules' state."""
         rule_state = [tensor for chunk_group in self.chunk_groups for tensor in chunk_group.rule_state.values()]
         return [*parts_of(self.parameters), *rule_state]
 

@@ -33,7 +33,7 @@ _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run's weights after `number` rounds, checked; `before`: the manifest of the last one."""
+    """A run's weights after `number` rounds, checked; `before`: the manifest of the last of these rounds."""
 
     number: int
     before: Manifest | None
@@ -57,7 +57,7 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
             run.store.put_if_absent(log.moments_name(number), lent)
         if number % run.record.checkpoint_every == 0:
             _delete_old(run, number)
-        with suppress(DemoptError):  # last, and at will: not every worker may write it
+        with suppress(DemoptError):  # last, and optional: not every worker is allowed to write it
             if log.read_record(run.store) is None:  # somebody has deleted it: without it no worker can join
                 log.put_record(run.unrepeated, run.record)
 
@@ -65,13 +65,13 @@ def save_checkpoint(run: FolderExchange, replicator: Replicator, moments: Moment
 
 
 def _delete_old(run: FolderExchange, number: int) -> None:
-    """Deletes what the regular checkpoint before the new one covers: a slow worker may still read what came after it.
+    """Deletes objects that the regular checkpoint before the new one covers: a slow worker may still read later ones.
 
-    Of a run that keeps its log, only moments. `run.cleared`, which only this function sets, is where the next save
-    begins: what may not be deleted, or a stranger has put before that since, stays.
+    In a run that keeps its log, deletes only moments. The next save begins at round `run.cleared`, which only this
+    function sets: earlier objects stay, if they may not be deleted or if a stranger has put them there since.
     """
     older = [each for each in log.checkpoints(run.store) if 0 < each < number]
-    # Those of turns: others are of workers that have left, or, beside a key, a stranger's.
+    # Those written in turn: others are by workers that left or, in a run with a key, by a stranger.
     regular = [each for each in older if each % run.record.checkpoint_every == 0]
     if not regular:
         return
@@ -80,8 +80,8 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     gone = [log.moments_name(each) for each in old]
     try:
         if not run.record.keep_log:
-            # Unless the first one there is the run's first: who deleted the one before it deleted the rounds, too.
-            first = regular[0] if last > regular[0] > run.record.checkpoint_every else 0  # round that may be there
+            # Unless the first one there is the run's first, whoever deleted the one before it deleted its rounds, too.
+            first = regular[0] if last > regular[0] > run.record.checkpoint_every else 0  # the first that may be there
             gone += log.pieces(run.store, range(max(run.cleared, first), last))
             gone += [log.checkpoint_name(run.record, each) for each in old]
         run.store.delete(gone)
@@ -96,7 +96,7 @@ def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int)
     """Returns the weights after `number` rounds, in the form of `tensors`; None if they are not there."""
     name, most = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors) + MOST_HEAD
     data, read = run.store.get(name, most), partial(_from_bytes, name)
-    try:  # as `log.read`, which beside a key would also read all strangers' objects again
+    try:  # as `log.read`, which in a run with a key would also read all strangers' objects again
         found = None if data is None else read(data)
     except MessageError:
         found = run.store.read(name, most, read)
@@ -113,7 +113,7 @@ def read_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], number: int)
 
 
 def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int) -> Checkpoint:
-    """Reads the newest one after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
+    """Reads the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
     what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
     forked = set[int]()
 
@@ -122,7 +122,7 @@ def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int
         for number in reversed(there):
             try:
                 return read_checkpoint(run, tensors, number)  # None: deleted since, because there are newer ones
-            except ForeignError:  # it is none
+            except ForeignError:  # it is not this run's
                 continue
             except ForkedError as error:
                 forked.add(number)
@@ -139,7 +139,7 @@ def newest_checkpoint(run: FolderExchange, tensors: Sequence[Tensor], least: int
 def read_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) -> Moments:
     """Returns the moments beside the newest checkpoint after `rounds` or fewer; MessageError if they are damaged.
 
-    With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
+    With empty moments, a worker's first steps would be noise for as long as the moments remember: measured, .05 nats.
     """
     size = sum(tensor.nbytes for tensor in tensors)
     for number in reversed([each for each in log.numbered(run.store, "moments") if each <= rounds]):
@@ -154,7 +154,7 @@ def read_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) ->
             if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
                 raise MessageError(f"{name} is damaged, or not finite")
             return dict(zip(map(str, names), found, strict=True))
-        except ForeignError:  # it is none
+        except ForeignError:  # it is not this run's
             continue
     return {}
 
@@ -162,7 +162,7 @@ def read_moments(run: FolderExchange, tensors: Sequence[Tensor], rounds: int) ->
 def checkpoint_of(replicator: Replicator, run: str = "", before: str = "") -> bytes:
     """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share.
 
-    `before`: the digest of the last manifest that it holds. The first one has neither: it is older than the run.
+    `before`: the digest of the last manifest that it covers. The first checkpoint, older than the run, has neither.
     """
     head = {"run": run, "round": int(replicator.round_number), "before": before}
     return _to_bytes(head, replicator.wiring().replicated_tensors())
@@ -176,7 +176,7 @@ def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
 
 
 def _from_bytes(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Returns what `_to_bytes` got; MessageError if it is damaged."""
+    """Reverses `_to_bytes`; MessageError if the bytes are damaged."""
     line, _, body = data.partition(b"\n")
     found, at, head = [], 0, log.json_of(name, line)
     shapes = log.shapes_of(name, head.get("tensors"))

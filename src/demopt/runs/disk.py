@@ -1,7 +1,7 @@
 """A run in a folder of this machine, on a local disk or a share.
 
-An object appears by a hard link to a file that is complete and on the disk. So a put is atomic, and survives a loss of
-power; and of those that race, one wins. Whoever can write the folder can make links in it: none is followed.
+An object appears by a hard link to a file that is complete and on the disk. So a put is atomic and survives a loss of
+power, and of puts that race one wins. Anyone who can write to the folder can make links in it, so none is followed.
 """
 
 import os
@@ -38,7 +38,7 @@ _FOLDER = _FILE | getattr(os, "O_DIRECTORY", 0)
 
 
 class Disk(Store):
-    """A folder, which is made if it is absent. Its disk may go away: StoreError, and it is not made again.
+    """A folder, which is made if it is absent. If its disk goes away: StoreError, and the folder is not made again.
 
     Examples:
         >>> import tempfile
@@ -94,7 +94,7 @@ class Disk(Store):
                         with suppress(FileNotFoundError):  # deleted since; the others are there all the same
                             if each.is_file(follow_symlinks=False):
                                 full[each.name] = each.stat(follow_symlinks=False).st_size > 0
-                # A second name counts beside an empty first one only: anything else of that name, `get` does not read.
+                # A second name counts only beside an empty first one: anything else of that name is not read by `get`.
                 # All names of a run are ASCII; a stranger's may be no text.
                 found = {each for each in full if each.isascii() and not each.endswith("~")}
                 return {each for each in found if full[each] or full.get(f"{each}~")}
@@ -109,7 +109,7 @@ class Disk(Store):
 
     @contextmanager
     def _at(self, name: str, make: bool = False) -> Iterator[tuple[str, int | None]]:
-        """Opens an object's folder, without links: its name there, and a descriptor; or a path and None, on Windows."""
+        """Opens an object's folder, without links; yields its name there and a descriptor (Windows: path and None)."""
         *folders, leaf = name.split("/")
         with self._opened() as here:
             place, below = str(self._root), list[int | None]()
@@ -134,7 +134,7 @@ class Disk(Store):
                 found = os.stat(self._root) if here is None else os.fstat(here)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise GoneError(*error.args) from error
-            if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, when numbers change
+            if not os.path.samestat(found, self._opened_as):  # of another run, or mounted again, with new numbers
                 name, run = self._run or (RECORD, None)
                 leaf = name if here is not None else str(self._root / name)
                 there = _content(leaf, here, 1 << 30, name) or _content(f"{leaf}~", here, 1 << 30, name)
@@ -147,7 +147,7 @@ class Disk(Store):
                 os.close(here)
 
     def _below(self, place: str, here: int | None, make: bool) -> int | None:
-        """Opens a folder in a folder; with `make` also one that is absent, or has something else in its place."""
+        """Opens a folder in a folder; `make`: makes it if it is absent, or replaces something else in its place."""
         for last in (not make, True):
             try:
                 if _BY_DESCRIPTOR:
@@ -162,7 +162,7 @@ class Disk(Store):
                 if last:
                     raise error from None
                 if isinstance(error, NotADirectoryError):
-                    os.unlink(place, dir_fd=here)  # a run has no links, and a link loses nothing
+                    os.unlink(place, dir_fd=here)  # a link, whose target stays, or a file: a run has neither here
                 elif not isinstance(error, FileNotFoundError):
                     raise
             with suppress(FileExistsError):
@@ -177,12 +177,12 @@ class Disk(Store):
         raise AssertionError
 
     def _adopt(self, made: int, bits: int) -> None:
-        """Gives what is new these bits of the run's own mode, so that several users, of any umask, can share a run."""
+        """Gives a new file or folder these bits of the run's own mode, so that users with any umask can share a run."""
         with suppress(OSError):  # a disk without modes
             os.fchmod(made, stat.S_IMODE(os.stat(self._root).st_mode) & bits)
 
     def _link(self, data: bytes, leaf: str, here: int | None) -> bool:
-        """Writes a file aside and links it; returns whether nothing had the name."""
+        """Writes a file aside, then links it to its name; returns False if something has the name."""
         with self._at(f"{_PARTIAL}/{os.getpid()}-{os.urandom(8).hex()}", make=True) as (aside, there):
             try:
                 file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=there)
@@ -199,7 +199,7 @@ class Disk(Store):
                 self._has_linked = self._has_linked or appeared
                 return appeared
             except LinkError as error:
-                if self._has_linked:  # as a share answers that has just died
+                if self._has_linked:  # a share that has just died answers like this
                     raise OSError(ENOTCONN, f"{error.strerror}; hard links worked before") from error
                 raise
             finally:
@@ -207,7 +207,7 @@ class Disk(Store):
                     os.unlink(aside, dir_fd=there)
 
     def _delete_left(self, aside: str, there: int | None, now: float) -> None:
-        """Deletes what processes left that were killed in the middle of a put. `now`: by the disk's clock."""
+        """Deletes the files of processes that were killed in the middle of a put. `now`: by the disk's clock."""
         with os.scandir(os.path.dirname(aside) if there is None else there) as entries:
             for each in entries:
                 with suppress(OSError):

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator, Round
 
 T = TypeVar("T")
-# A worker's in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent nothing;
-# "joining": it has sent something before the state that it has loaded, until `join` ends; "joined"
+# A worker's role in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent
+# nothing; "joining": it has loaded a state, before which it may have sent something, until `join` ends; "joined"
 Role = Literal["outside", "observer", "joining", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
@@ -70,8 +70,8 @@ class FolderExchange(VaryingExchange):
 
     Args:
         address: a path, or s3://bucket/name, gs:// or az://; or a `Store`.
-        late: seconds that a round waits for expected workers, after this one has sent, beyond the time that they need:
-            workers measure it and say it.
+        late: seconds that a round waits for expected workers, after this one has sent, beyond the time that they need,
+            which workers measure and announce.
         patience: seconds of storage outage after which a request raises ExchangeError.
         key: 32 bytes that all workers share. Objects written without it are refused.
         checkpoint_every: rounds from one checkpoint to the next, at most 10**8.
@@ -81,10 +81,10 @@ class FolderExchange(VaryingExchange):
     Raises:
         ValueError, TypeError: an invalid argument, before anything is sent. ExchangeError: the disk does not answer.
 
-    `note` and `leaving` go with this worker's next message: anything of JSON's types, up to 3,072 bytes, or a function
-    that returns it for each message; and whether it is the last one. `last` is the outcome of the last round that this
-    worker sent a message for, `row` the place of that in it, and `decided` the manifest of the last round that was
-    applied. If the run has an end, set `rounds`: a late worker then adds none.
+    `note` and `leaving` go with this worker's next message. `note`: any value of JSON types, up to 3,072 bytes, or a
+    function that returns one per message; `leaving`: whether it is the last message. `last` is the outcome of the last
+    round that this worker sent a message for, `row` the message's place in it, and `decided` the manifest of the last
+    round that was applied. If the run has an end, set `rounds`: a late worker then adds none.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -133,35 +133,35 @@ class FolderExchange(VaryingExchange):
         self.note: Any = None
         self.leaving = False
         self.rounds = None
-        self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
+        self.total = 0  # the run's sequences, of all epochs together; 0: the run does not hand out sequences
         self.wanted = 0  # numbers that this worker wants to hold after the next round
         self.unsent = 0  # sequences in its error and local steps: the trainer, or `RunSampler`, adds what it trains on
-        self.in_error = 0  # those in the error alone: of a message that was not listed
+        self.in_error = 0  # of these, those in the error: from a message that was not listed
         self.weighs = False  # whether `unsent` is this worker's weight in a round: LocalDeMo's `samples`
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40]
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The place of this worker's weights in the run, which `move_to` sets:
         self.decided: Manifest | None = None  # of the round before these weights
-        self.round_began = time.monotonic()  # from when its seconds for the next one count: that manifest, or a hello
-        self.stopping = False  # the run was stopped, since this worker has joined
+        self.round_began = time.monotonic()  # when its seconds for the next round began: that manifest, or a hello
+        self.stopping = False  # the run was stopped after this worker joined
         # The rounds that this worker sent a message for, which `note_outcome` notes:
         self.last: FolderOutcome | None = None  # of the last one
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
-        # Its own, and that of its rounds:
+        # Private to it and its rounds:
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
-        self.given_out = set[int]()  # by `take`: numbers, at least those that no manifest has
+        self.given_out = set[int]()  # numbers that `take` gave out, at least those that no manifest has
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
-        self._said = set[str]()  # what is said once
+        self._said = set[str]()  # texts that are said only once
         self.wish = StopWish(self.store, self.say_once)
-        self.cleared = 0  # `checkpoints._delete_old` has deleted what is before this round, or may not
+        self.cleared = 0  # before this round, `checkpoints._delete_old` has deleted all that it may
         self._upload: Future[None] | None = None  # the newest; they come one after the other
         self._uploads, self._pool = Background(), Daemons(_AT_ONCE)
-        self._process = 0  # that has their threads: the one that made the first requests
+        self._process = 0  # the process with their threads: it made the first requests
 
     @property
     def worker(self) -> str:
@@ -220,18 +220,18 @@ class FolderExchange(VaryingExchange):
     # Joining
 
     def find_run(self) -> Record:
-        """Reads the record; ExchangeError if there is none. Who has found a run may join that one, and starts none."""
+        """Reads the record; ExchangeError if there is none. A worker that found a run joins only that one."""
         record = self.read_record()
         if record is None:
             raise ExchangeError(f"{self.store.address} holds no run")
         self.wish.begin(record.identity)
-        self._record = record  # only now: if an error has come, the next attempt begins with the wish, too
+        self._record = record  # only now: after an error, the next attempt also begins with the wish
         return record
 
     def read_record(self) -> Record | None:
         """Returns the record of the run in the store, or None. ExchangeError if a run's rounds are there without it."""
         record = log.read_record(self.store)
-        if record is None and log.look(self.store, 0).has_manifest:  # begun since, or no run any more
+        if record is None and log.look(self.store, 0).has_manifest:  # it has just begun, or is gone
             gone = f"{self.store.address} has rounds of a run whose object {RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)
         return record
@@ -243,7 +243,7 @@ class FolderExchange(VaryingExchange):
         """Starts the run, or finds it; returns whether it has started it, and the manifest before round `number` there.
 
         `of_run`: the run of a loaded state, if there is one.
-        Only who starts it calls `first`, which serialises its weights. SettingsError, before anything is sent, if this
+        `first`, called only to start it, serialises the weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """
         record, mine = self.read_record() if self._record is None else self.require_run(), ""
@@ -277,10 +277,10 @@ class FolderExchange(VaryingExchange):
         return record.identity == mine, before
 
     def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
-        """Asks the others to wait for this worker, which is at round `number`, in a round: this one, or some ahead.
+        """Asks the others to wait for this worker, which is at round `number`: in that round, or some rounds ahead.
 
-        A round that ends before they see it is missed; so after two, a worker says hello some rounds ahead, twice as
-        many each time. The others then wait there. `seconds`: it needs so many more than for a round.
+        A round that ends before they see the hello is missed. So after two misses a worker says hello some rounds
+        ahead, twice as many each time, and the others wait there. `seconds`: those it needs in addition to a round's.
         """
         self.round_began = time.monotonic()
         if ahead is None:
@@ -294,7 +294,7 @@ class FolderExchange(VaryingExchange):
     def hello_ahead(self, number: int, seconds: float, more: float = 0.0) -> None:
         """Asks the others to wait in a round that they have not reached, until this worker is there.
 
-        `seconds`: it takes so many for a round that it has missed, and `more` before them.
+        `seconds`: those it takes per missed round; `more`: those it takes before these rounds.
         """
         ahead = 4
         while self.manifest(number + ahead) is not None:
@@ -302,7 +302,7 @@ class FolderExchange(VaryingExchange):
         self.hello(number, ahead, seconds * ahead + more)
 
     def take_back_hellos(self, number: int) -> None:
-        """Deletes the hellos to round `number` and later ones: nobody shall wait for a worker that has left."""
+        """Deletes the hellos for round `number` and later ones: nobody should wait for a worker that has left."""
         with suppress(DemoptError, OSError):  # without the right to delete, they wait
             self.store.delete(name for each, name in self._greeted.items() if each >= number)
 
@@ -311,7 +311,7 @@ class FolderExchange(VaryingExchange):
     def take(self, most: int) -> list[int]:
         """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
 
-        Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
+        Empty until a manifest hands some out, as the first message requests, and once all are handed out.
         """
         found = [*islice((number for number in self._holds if number not in self.given_out), most)]
         self.given_out |= {*found}
@@ -323,7 +323,7 @@ class FolderExchange(VaryingExchange):
         return self._reading.read_first(self.worker, self.given_out) if self._reading else set()
 
     def _reads(self) -> Reads | None:
-        """Returns what the next message says of this worker's data; None where nobody asks which to read."""
+        """Returns the next message's account of this worker's data; None if the run hands out no sequences."""
         theirs = self._reading
         total, wanted = (check_count(name, getattr(self, name), 0, MOST_NUMBER) for name in ("total", "wanted"))
         if not total:
@@ -337,7 +337,7 @@ class FolderExchange(VaryingExchange):
         return Reads(len(self.given_out), wanted, total)
 
     def drop_steps(self) -> None:
-        """Notes that local steps are dropped: `take` gives out what they have read, the last that it gave, again."""
+        """Notes that local steps are dropped: `take` gives out their numbers, the last ones that it gave, again."""
         given = [number for number in self._holds if number in self.given_out]
         dropped, self.unsent = self.unsent - self.in_error, self.in_error
         self.given_out.difference_update(given[max(0, len(given) - dropped) :])
@@ -377,12 +377,12 @@ class FolderExchange(VaryingExchange):
 
     @property
     def late_again(self) -> int:
-        """The rounds in a row that have left it out, but for the first: that is in the seconds that it measured."""
+        """The rounds in a row that left this worker out, except the first, which its measured seconds include."""
         return max(self.left_out - 1, 0)
 
     @property
     def seconds_needed(self) -> float:
-        """The seconds that this worker needs for a round, as it says: twice as many each time it is `late_again`."""
+        """The seconds that this worker says it needs for a round: twice as many each time it is `late_again`."""
         needed = max(self._needed, default=0.0) * 2.0 ** min(self.late_again, 64)
         return round(min(needed, LONGEST), 3)
 
@@ -398,12 +398,12 @@ class FolderExchange(VaryingExchange):
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
 
-        It changes nothing that a trainer reads, but counters, because it may run in the background.
+        It changes nothing that a trainer reads except counters, because it may run in the background.
         """
         return OpenRound(self, wiring, header, message, attached).decide()
 
     def require_run(self) -> Record:
-        """Waits until the run is in the store; SettingsError if that has another one."""
+        """Waits until the run is in the store; SettingsError if the store has another run."""
         found = self.wait_while_away(partial(log.read_record, self.store))
         if found.identity != self.record.identity:
             raise SettingsError(f"{self.store.address} holds another run than this worker's")
@@ -411,7 +411,7 @@ class FolderExchange(VaryingExchange):
 
     def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
-        if self.role != "joining":  # otherwise it is the state's, whose message this is
+        if self.role != "joining":  # otherwise `sent_from` is from the state, as is this message
             self.sent_from = mine.round + 1
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
@@ -419,7 +419,7 @@ class FolderExchange(VaryingExchange):
             if there == packed:
                 self.sent_bytes += len(packed)
                 return mine
-            other = renamed(mine)  # each time another name, because the digest in it is of the name, too
+            other = renamed(mine)  # each time another name, because the digest in it covers the old name
             self.say(
                 f"{name} is another worker's, or an earlier message of this one, which is {other.worker} from now on"
             )
@@ -435,7 +435,7 @@ class FolderExchange(VaryingExchange):
             return b""
 
     def propose(self, manifest: Manifest) -> Manifest:
-        """Returns the manifest that the round has, this one or another."""
+        """Proposes a manifest; returns the one that the round then has, this one or another."""
         number, put = manifest.round, partial(log.propose, self.store, manifest)
         read = partial(self.manifest, number)
         gone = f"{log.manifest_name(number)} can be neither written nor read in {self.store.address}"
@@ -513,16 +513,16 @@ class FolderExchange(VaryingExchange):
         `stops`: a round on the way has ended the run. `known_at`: the time (monotonic) when it was known; None: now.
         """
         self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
-        # A member that leaves out all others hides the wish to stop from them: who has seen it obeys it then.
+        # A member that leaves out all others hides the wish to stop from them; who has heard it obeys after ten rounds.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
-        if stops:  # a trainer that goes on sends it no more
+        if stops:  # a trainer that goes on no longer sends it
             self.wish.heard_at = math.inf
 
     # Its end
 
     @property
     def is_complete(self) -> bool:
-        """Whether these weights have all rounds of the run: its sequences are all read, or there are `rounds`."""
+        """Whether these weights have all rounds of the run: all its sequences are read, or `rounds` is reached."""
         if self.total:
             return self.all_read
         return self.rounds is not None and self.decided is not None and self.decided.round + 1 >= self.rounds
@@ -575,7 +575,7 @@ class FolderExchange(VaryingExchange):
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
 
     def later(self, call: Callable[[], None]) -> None:
-        """Uploads in the background, such as a checkpoint, one after the other; an error is reported."""
+        """Runs an upload, such as a checkpoint's, in the background, after earlier ones; an error is reported."""
         earlier = self._upload
 
         def run() -> None:
@@ -587,7 +587,7 @@ class FolderExchange(VaryingExchange):
                 earlier.result()  # an error of another kind, for `wait_for_uploads`
 
         self._upload = self._uploads.submit(run)
-        if earlier is None:  # after the thread's own: what is registered last runs first
+        if earlier is None:  # after the thread's own function: the last one registered runs first
             atexit.register(_wait_for_uploads, weakref.ref(self))
 
     @property
@@ -621,7 +621,7 @@ class FolderExchange(VaryingExchange):
 
 
 def _wait_for_uploads(run: weakref.ref[FolderExchange]) -> None:
-    """At exit, where Ctrl-C ends the wait: the process waits for no thread of a run."""
+    """Waits for uploads at exit, where Ctrl-C ends the wait: the process itself waits for no thread of a run."""
     if (exchange := run()) is not None and exchange._process == os.getpid():  # not in a forked one
         exchange.wait_for_uploads()
 

@@ -1,4 +1,4 @@
-"""What a failed request to a store means: whether it passes, and what to do. `TABLE` decides it for all stores."""
+"""The meaning of a failed request to a store: whether it may pass, and what to do. `TABLE` decides for all stores."""
 
 import errno
 import html
@@ -13,7 +13,7 @@ from demopt.errors import ExchangeError
 
 
 class StoreError(ExchangeError):
-    """A request failed and may succeed later. `at_first`: not before a request of its kind has succeeded once."""
+    """A request failed and may succeed later. `at_first`: only if a request of its kind has succeeded before."""
 
     def __init__(self, reason: str, at_first: bool = False) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class GoneError(OSError):
 
 
 class When(Enum):
-    """Until when a failure lasts."""
+    """How long a failure lasts."""
 
     PASSES = "a later request may succeed"
     SETTINGS = "no request succeeds until a setting is corrected, unless some have succeeded already"
@@ -132,7 +132,7 @@ def is_away(error: OSError) -> bool:
 
 
 def _signs(error: Exception) -> str:
-    """Returns what the table's signs are searched for in: no names of objects, which may contain anything."""
+    """Returns the text that is searched for the table's signs, without objects' names, which may contain anything."""
     text, kind = str(error), type(error).__name__
     if number := errno.errorcode.get(getattr(error, "errno", None) or 0):
         return f"{kind} errno {number}"

@@ -25,9 +25,9 @@ class ForeignError(MessageError):
 class Keyed(Store):
     """A store with a keyed BLAKE2b of name and content at the start of each object. It does not encrypt.
 
-    The name is part of the hash, so that an object cannot be moved to another round or to another worker. It ends with
-    letters that only the key tells, so that no stranger can take it first: objects of other names are none. The object
-    `run` lies also under its plain name, where a wrong key is seen.
+    The name is part of the hash, so that an object cannot be moved to another round or to another worker. In the store
+    it ends with letters that only the key yields, so that no stranger can take it first; objects without them are
+    ignored. The object `run` also lies under its plain name, where a wrong key shows.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -58,7 +58,7 @@ class Keyed(Store):
         return None
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        # Of `run`, the plain one decides; the other one stays where a stranger fills an empty file of the plain name.
+        # For `run`, the plain name decides; the other one stays if a stranger fills an empty file of the plain name.
         return all(self._inner.put_if_absent(place, self._sealed(name, data)) for place in self._places(name)[::-1])
 
     def list(self, folder: str) -> set[str]:
@@ -80,7 +80,7 @@ class Keyed(Store):
         return self._tag(name, data) + data
 
     def _opened(self, name: str, sealed: bytes) -> bytes:
-        """Returns what was sealed; ForeignError if the tag is another."""
+        """Returns the sealed content; ForeignError if its tag is wrong."""
         tag, data = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(name, data)):
             raise ForeignError(f"{name} was not written with this run's key; give the run's own --key-file, or none")

@@ -26,12 +26,12 @@ from demopt.wire.message import MOST_SAMPLES
 FORMAT = 3
 MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
-MOST_DEPTH = 40  # lists and dicts in one another
+MOST_DEPTH = 40  # nested lists and dicts
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
 MOST_NOTE = MOST_ENVELOPE - 1024  # bytes of a message's note, as `json.dumps` writes it
-_LOST = 100  # rounds, at most, whose manifests may be gone before a checkpoint that is looked at
+_LOST = 100  # manifests that may be gone before a checkpoint; with more gone, it is not looked at
 
 T = TypeVar("T")
 DTYPES = {  # that tensors in a run may have, with the bytes of an element
@@ -57,7 +57,7 @@ class Record:
     version: str  # of demopt
     facts: dict[str, str]
     config_facts: list[list[str]]
-    #: Settings of each parameter group, and of each parameter "parameters" (shape, dtype), "param_names" and "marks".
+    #: Each group's settings; of its parameters "parameters" (shape, dtype), "param_names", "marks", "frozen" (a hash).
     groups: list[dict[str, Any]]
     checkpoint_every: int
     keep_log: bool
@@ -92,7 +92,7 @@ class Envelope:
 class Sender:
     worker: str
     digest: str  # of the whole object
-    samples: int  # for people: the message's header weighs it
+    samples: int  # for people to read: the weight that counts is in the message's header
     note: Any = None
 
 
@@ -103,7 +103,7 @@ class Manifest:
     run: str
     round: int
     author: str
-    senders: list[Sender]  # none if less than half of the members have sent
+    senders: list[Sender]  # none if they would be fewer than half as many as the members
     refused: dict[str, str]  # reasons, by worker
     members: dict[str, int]
     seconds: dict[str, float]  # that each member says it needs for a round
@@ -133,7 +133,7 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-# The draft of a manifest: the put that is first decides
+# The draft of a manifest: the first put decides
 
 
 def digest_of(decided: Manifest | None) -> str:
@@ -155,8 +155,8 @@ def draft(
 ) -> Manifest:
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
-    `decided`: the round before. `hellos`: the seconds that workers with a hello need. Not expected: workers that leave,
-    and those silent for `MOST_SILENT` rounds. A refused message, perhaps a stranger's, makes nobody a member.
+    `decided`: the round before. `hellos`: the seconds that workers with a hello need. Not expected next: workers that
+    leave, and those silent for `MOST_SILENT` rounds. A refused message, perhaps a stranger's, makes nobody a member.
     """
     awaited = expected(decided, hellos)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
@@ -174,7 +174,7 @@ def draft(
     # After a stop, too, members keep what they hold: they may be back.
     reading = _reading(author, decided, members, {worker: each for worker, (each, _) in applied.items()})
     if stop := author.stop or any(message.stop for message, _ in messages.values()):
-        members = {}  # all end; `applied`, above, goes by those that there were
+        members = {}  # all end; `applied`, above, still counted them
     return Manifest(
         run=author.run,
         round=author.round,
@@ -194,7 +194,7 @@ def draft(
 def _moves(senders: Sized, members: Sized) -> bool:
     """Whether a round moves the weights: its senders, also those that leave, are at least half as many as `members`.
 
-    A member that decides before the others have sent would move them alone, and no median bounds one message.
+    Otherwise a member that decides before the others have sent would move them alone, and no median bounds one message.
     """
     return 2 * len(senders) >= len(members)
 
@@ -204,14 +204,14 @@ def _reading(
 ) -> Reading | None:
     """Returns who reads which sequences next. A silent member keeps what it holds.
 
-    So does who has stopped and is not back, until nothing else is left: its state may have work on that.
+    So does a worker that stopped and is not back, until nothing else is left: its state may have work on them.
     """
     known = decided.reading if decided else None
     if known is None:
         if author.reads is None:
             return None
         known = Reading(author.reads.total)
-    if len(json.dumps(asdict(known))) > MOST_JSON // 2:  # a stranger's, after which nobody could read this one
+    if len(json.dumps(asdict(known))) > MOST_JSON // 2:  # a stranger's: this manifest would be too long to read
         known = Reading(known.total, known.unread)  # what was handed out counts as read
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
@@ -262,7 +262,7 @@ def hello_name(number: int, worker: str) -> str:
 
 
 def put_hello(store: Store, number: int, run: str, worker: str, seconds: float) -> None:
-    """Asks the others to wait for a worker in a round, which needs so many seconds from the end of the one before."""
+    """Asks the others to wait in a round for a worker that needs `seconds` from the end of the round before."""
     store.put_if_absent(hello_name(number, worker), f"{run} {seconds:.3f}".encode())
 
 
@@ -282,7 +282,7 @@ def message_name(number: int, worker: str) -> str:
 
 
 def read_message(name: str, data: bytes, run: str, number: int | None = None, worker: str | None = None) -> Envelope:
-    """Returns a message with an unchecked body; MessageError if the rest does not fit its name, if that is given."""
+    """Returns a message, its body unchecked; MessageError if the rest is damaged or of another run, round or worker."""
     head, _, body = data.partition(b"\n")
     values = json_of(name, head, MOST_DEPTH - 7)  # a manifest has the note some levels down
     if values.get("reads") is not None:
@@ -368,7 +368,7 @@ def pieces(store: Store, numbers: Iterable[int]) -> list[str]:
 def read(store: Store, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
     """Returns an object, parsed, or None. A damaged one is read again.
 
-    A cache may give a part of it as the whole, and a proxy its own page for one that is absent.
+    A cache may serve a part of an object as the whole, and a proxy its own page for an absent one.
     """
     try:
         found = store.get(name, most)
@@ -378,7 +378,7 @@ def read(store: Store, name: str, most: int, parse: Callable[[bytes], T]) -> T |
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:
-    """Raises SettingsError, naming one, if facts or version of `worker` differ from those of the run."""
+    """Raises SettingsError, naming a difference, if facts or version of `worker` differ from the run's."""
     if record.version != __version__:
         theirs = legible(record.version, 40)
         raise SettingsError(f"the run in {address} was started by demopt {theirs}, this is {__version__}; install that")
@@ -390,7 +390,7 @@ def check_facts(record: Record, facts: dict[str, str], address: str, worker: str
 
 
 def legible(text: str, most: int) -> str:
-    """Returns another's text without what a terminal would obey, cut to `most` letters."""
+    """Returns a text of others without characters that a terminal would obey, cut to `most` letters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
@@ -424,7 +424,7 @@ def shapes_of(name: str, value: Any) -> list[tuple[list[int], str]]:
 
 
 def _fits(entry: str, kind: Any, value: Any) -> bool:
-    """Whether a value from JSON is of a type, and what it stands for is possible."""
+    """Whether a value from JSON has the type `kind`, and is possible for `entry`."""
     parts = get_args(kind)
     if kind is Any or kind in (Reading, Reads):  # which `reading_of` and `reads_of` have checked
         return True
@@ -444,7 +444,7 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
         least, most = _NUMBERS.get(entry, _INTEGERS)
         return bool(least <= value <= most)
     if kind is float:  # seconds
-        return bool(0.0 <= value < 1e9)  # not of NaN
+        return bool(0.0 <= value < 1e9)  # False for NaN
     if kind is str:
         return bool(NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
     return True
@@ -479,7 +479,7 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
 
 
 def json_of(name: str, data: bytes, most: int = MOST_DEPTH) -> dict[str, Any]:
-    """Returns an object of finite numbers; MessageError if it is another thing."""
+    """Returns a JSON object whose numbers are finite; MessageError if it is anything else."""
 
     def number(text: str) -> float:
         value = float(text)

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
 
 SLACK = 1.5  # times the seconds that a worker says it needs
-LONGEST = 600.0  # seconds that a worker may say, and be waited for
+LONGEST = 600.0  # seconds that a worker may ask for, and be waited for
 POLL = (0.004, 0.25)  # seconds between looks at what others write: the shortest, and the longest
 TOLD_AFTER = 2.0  # seconds until the user hears of a wait, which a wish to stop may end from then on
 _MOST_HELLOS = 64  # that are read at one look: a stranger may put many
-_ASLEEP = 1.0  # seconds that a pause takes too long, from which on the process slept, and others may wait for it
-_EARLY = 0.8  # of the time until a message is due, before it is looked for
-_STILL_THERE = 10.0  # seconds of a round in which the manifest before is taken to be there
+_ASLEEP = 1.0  # seconds by which a pause must overrun to show that the process slept, and others may wait for it
+_EARLY = 0.8  # of the time until a message is due: then it is first looked for
+_STILL_THERE = 10.0  # seconds of a round for which the manifest before is assumed to be still there
 _SEEN = 1.0  # seconds after which all must have listed a message that is there
-_ODD = 5.0  # seconds, at least, in which those with the same weights as most decide
+_ODD = 5.0  # seconds, at least, for which a worker with other weights than most leaves the decision to them
 _LONG = 10.0  # seconds of waiting for messages until the user hears for whom
 
 _OTHER_WEIGHTS = "its weights before the round differ"
@@ -43,7 +43,7 @@ class CoveredError(DemoptError):
 
 
 class ForkedError(DemoptError):
-    """The round before is another one in the store than this worker has applied."""
+    """The round before, as the store has it, is not the one that this worker has applied."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class FolderOutcome(Outcome):
     ended: Ending  # "complete": all messages are there; none if too few had sent, so that it moves nothing
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
-    left_out: bool  # that is neither listed nor refused: it was late, or too few had sent
+    left_out: bool  # this message is neither listed nor refused: it was late, or too few had sent
     needed: float  # seconds from the round before until the message was put, or the round found to be over
     waited: float  # seconds in all, without those in which this process slept
     slept: float  # seconds, as after SIGSTOP, while it waited for the last workers
-    waited_for: tuple[str, ...]  # the last workers; none if it waited for one request, for the most part
+    waited_for: tuple[str, ...]  # the last workers; none if it mostly waited for one request
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
     known_at: float  # the time (monotonic) when this worker had read the manifest
 
 
 class OpenRound:
-    """An open round as this worker sees it: its own message, what is there, and what it has read of that.
+    """An open round as this worker sees it: its own message, the objects there, and those that it has read.
 
     Valid messages are decoded; refused ones have reasons. Times are of `time.monotonic`.
     """
@@ -94,14 +94,14 @@ class OpenRound:
         self.known_at = 0.0  # when the manifest was read
         self.waited_for = tuple[str, ...]()  # the workers, last
         self.slept = 0.0  # seconds in which this process did not look for them
-        self._longest_request = 0.0  # seconds that requests took at once: of the store, or of this process's sleep
+        self._longest_request = 0.0  # seconds of requests made together: due to the store, or to this process's sleep
         self._unread_messages = set[str]()  # workers whose message was listed, and not there to be read
         self._unread_hellos = set[str]()  # and those whose hello was
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
         self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
-        self._false_hellos: set[str] = set()  # workers of a name whose hello is none
+        self._false_hellos: set[str] = set()  # workers whose hello is not valid
 
     def decide(self) -> FolderOutcome:
         """Sends this worker's message, and waits for the round's manifest or proposes it; returns the outcome."""
@@ -111,7 +111,7 @@ class OpenRound:
         self._longest_request = time.monotonic() - began
         if manifest is None:
             self.add(self.mine, log.digest(self.mine.packed()))
-            self.read_new()  # what the look beside the put has found: who comes last decides without another one
+            self.read_new()  # found by the look beside the put: the last worker decides without another look
             manifest = self._wait()
         if manifest.before != log.digest_of(decided):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
@@ -120,7 +120,7 @@ class OpenRound:
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
         except CoveredError:
-            result, ended = join_results(self._wiring, []), "covered"  # which comes instead
+            result, ended = join_results(self._wiring, []), "covered"  # the checkpoint comes instead
         if sent.weights is not None and manifest.weights not in (None, sent.weights):
             ended = "drifted"
         left_out = row is None and sent.worker not in manifest.refused
@@ -148,8 +148,8 @@ class OpenRound:
         # Members take turns at reading the wish to stop, and tell the others by their message.
         if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
             looks.append(run.wish.hear)
-        # The put goes beside the look while this is early: later the round may be over, which spares a long upload, or
-        # the manifest before may be gone, and nothing is put there.
+        # Early in a round, the put goes beside the look. Later it follows the look: the round may be over, which spares
+        # a long upload, or the manifest before may be gone, and then nothing is put.
         if elapsed < min(SLACK * mine.seconds + run.late, _STILL_THERE) and not self._attached.is_resumed:
             *_, self.mine = run.together([*looks, partial(run.put, mine)])
             self.put_at = time.monotonic()
@@ -162,7 +162,7 @@ class OpenRound:
         return manifest
 
     def _require_round_before(self) -> None:
-        """Waits for the manifest before: nothing is put where it is not. ForkedError if it is another one there."""
+        """Waits for the manifest before, without which nothing is put. ForkedError if the store has another one."""
         run, decided = self._run, self._attached.decided
         if decided is None:
             run.require_run()
@@ -173,9 +173,9 @@ class OpenRound:
             )
 
     def _wait(self) -> Manifest:
-        """Once this worker's message is put: waits for the expected ones, and proposes; returns the round's manifest.
+        """After this worker's put: waits for the expected messages, then proposes; returns the round's manifest.
 
-        After a wish to stop it waits for nobody longer than `late`, but for those that decide instead of it (`_ODD`).
+        After a wish to stop it waits for nobody longer than `late`, except those that decide instead of it (`_ODD`).
         """
         run, put_at = self._run, self.put_at
         assert put_at is not None
@@ -196,7 +196,7 @@ class OpenRound:
                 self.waited_for = missing or self.waited_for
             elif self.untried_messages or self.untried_hellos:
                 awaited = log.expected(self._attached.decided, self.hellos)
-                # Without another look after those of others: a stranger may put more for ever.
+                # Looks again only if expected workers' messages are unread: a stranger may put more for ever.
                 self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []), again=False)
             else:
                 author = replace(self.mine, stop=run.wish.is_heard)
@@ -212,12 +212,12 @@ class OpenRound:
 
     @property
     def _is_odd_one(self) -> bool:
-        """Whether more workers have other weights than have this one's: then one of them decides, not this one."""
+        """Whether more workers have weights unlike this one's than like them: then one of those decides instead."""
         return sum(reason == _OTHER_WEIGHTS for reason in self.refused.values()) > len(self.valid)
 
     @property
     def _was_seen(self) -> bool:
-        """Whether this worker's message was there for so long, while the round was open, that all have listed it."""
+        """Whether this worker's message was there long enough, while the round was open, for all to have listed it."""
         return self.put_at is not None and self.seen_open_at - self.put_at > _SEEN
 
     def _sleep(self, seconds: float) -> None:
@@ -233,7 +233,7 @@ class OpenRound:
         return tuple(sorted(expected - {*self.valid, *self.refused, *self._there}))
 
     def needs_until(self, worker: str, slack: float = SLACK) -> float:
-        """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
+        """Returns the time (monotonic) at which a worker's message is due, by the seconds that it says it needs."""
         decided = self._attached.decided
         began = self._attached.round_began
         seconds, since = self.hellos.get(worker, (0.0, began))
@@ -245,7 +245,7 @@ class OpenRound:
         self.seen_open_at = self.seen_open_at if self.seen.has_manifest else now
 
     def read_manifest(self) -> Manifest | None:
-        """Reads the round's manifest if there is one, and new messages beside it. A stranger's is none."""
+        """Reads the round's manifest if there is one, and new messages beside it. A stranger's does not count."""
         if not self.seen.has_manifest:
             return None
         found: Manifest | None
@@ -254,9 +254,9 @@ class OpenRound:
         return found
 
     def read_new(self, *also: Callable[[], Any], again: bool = True) -> list[Any]:
-        """Reads what is new at the last look; makes other requests beside that, and returns their results.
+        """Reads objects that the last look found new; beside that makes the requests `also`, and returns their results.
 
-        `again`: also what was tried in vain before, because listings may run ahead of reads. It may be very much.
+        `again`: also those tried in vain before, because listings may run ahead of reads. They may be very many.
         """
         if again:
             self._unread_messages.clear()
@@ -275,7 +275,7 @@ class OpenRound:
 
     @property
     def untried_hellos(self) -> list[str]:
-        """Those whose hellos were, some at a time, while the round is open."""
+        """The same for hellos, at most `_MOST_HELLOS` at a time, while the round is open."""
         seen = self.seen
         known = self._false_hellos | self._unread_hellos | {*self.hellos, self._attached.envelope.worker}
         return sorted(seen.hellos - seen.messages - known)[:_MOST_HELLOS] if not seen.has_manifest else []
@@ -286,7 +286,7 @@ class OpenRound:
         return self.seen.messages - self._unread_messages
 
     def _read(self, worker: str) -> int:
-        """Reads a message, if what was listed is there; returns its bytes."""
+        """Reads a message, if it is there as listed; returns its number of bytes."""
         run, number = self._run, self._header.round_number
         name, data = log.message_name(number, worker), None
         try:
@@ -335,8 +335,8 @@ def renamed(sent: Envelope) -> Envelope:
 
 
 def as_listed(sent: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]:
-    """Returns the row of a worker's own message in a manifest, None if none; and it under the name there."""
-    # By its bytes, because another may have its name. They may be many, so they are hashed for names like its own only.
+    """Returns the row of a worker's own message in a manifest, or None; and the message under its name there."""
+    # By its bytes, because another may have its name. They may be many, so they are hashed only for names like its own.
     alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
     # An earlier attempt, or the process before this one, may have put it under its second name; it has the first here.
     for each in (sent, renamed(sent)) if alike else ():

@@ -17,12 +17,12 @@ import torch
 
 from demopt.errors import MessageError
 
-MOST_NUMBER = (1 << 62) - 1  # and at most so many
+MOST_NUMBER = (1 << 62) - 1  # the highest number, and the most numbers
 Span = tuple[int, int]  # first number, and the one after the last
 
 
 class Reads(NamedTuple):
-    """What a message says of its worker's data; a list in the folder."""
+    """A message's account of its worker's data; a list in the folder."""
 
     read: int  # how many of the numbers that it holds, from the first one on
     wanted: int  # how many it wants to hold after the round
@@ -31,7 +31,7 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers that are handed out and in no manifest yet.
+    """The numbers that are handed out, and that no manifest counts as read yet.
 
     Examples:
         >>> start = Reading(10).after({}, {"a": 4})
@@ -50,7 +50,7 @@ class Reading:
     returned: list[Span] = field(default_factory=list)  # to be handed out again, first of all
 
     def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> "Reading":
-        """Returns the next round's reading. `read`: how many of its numbers each has read; `wanted`: is to hold."""
+        """Returns the next round's reading. `read`: the count that each worker has read; `wanted`: is to hold."""
         held, returned, unread = {}, list(self.returned), self.unread
         for worker in sorted(self.held):
             rest = [*_without(self.held[worker], read.get(worker, 0))]
@@ -74,7 +74,7 @@ class Reading:
 
     @property
     def position(self) -> int:
-        """How many numbers the manifests so far have."""
+        """How many numbers the manifests so far count as read."""
         return self.unread - count(self.returned) - sum(map(count, self.held.values()))
 
     def read_first(self, worker: str, read: Set[int]) -> set[int]:
@@ -82,7 +82,7 @@ class Reading:
         return {*takewhile(read.__contains__, self.numbers(worker))}
 
     def numbers(self, worker: str) -> Iterator[int]:
-        """Yields the numbers that a worker holds, in the order in which it reads them; a stranger may write many."""
+        """Yields the numbers that a worker holds, in reading order; one by one, because a stranger may write many."""
         return (number for span in self.held.get(worker, ()) for number in range(*span))
 
 
@@ -101,7 +101,7 @@ def reading_of(name: str, value: Any) -> Reading:
 
 
 def reads_of(name: str, value: Any) -> Reads:
-    """Returns what a message says of the data; MessageError if it is damaged."""
+    """Returns a message's account of the data; MessageError if it is damaged."""
     whole = isinstance(value, list) and len(value) == 3
     if not whole or not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
         raise MessageError(f"{name} is damaged: reads")
@@ -123,7 +123,7 @@ def sequence_at(number: int, sequences: int, seed: int) -> int:
     return int(_order(sequences, seed, epoch)[place])
 
 
-@lru_cache(2)  # a round may span a border
+@lru_cache(2)  # a round may span two epochs
 def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
     return torch.randperm(sequences, generator=generator, device="cpu")

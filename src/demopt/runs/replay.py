@@ -25,7 +25,7 @@ _MOST_CHUNK = 1 << 20  # whose divisors are tried
 
 
 def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
-    """Computes a run's weights again, from the first ones and every message; yields each round with their SHA-256.
+    """Computes a run's weights again, from the first ones and all messages; yields each manifest with their SHA-256.
 
     MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
     """
@@ -48,7 +48,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
                 if run.store.get(name, len(data)) != data:
                     read_checkpoint(run, replicator.wiring().replicated_tensors(), manifest.round + 1)
                     raise MessageError(f"{name} does not follow from the messages before it")
-            except ForeignError:  # it is none
+            except ForeignError:  # it is not this run's
                 pass
             except ForkedError as error:
                 run.say(f"{error}: it is of a fork that the run has left")

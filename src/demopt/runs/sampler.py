@@ -11,9 +11,9 @@ from demopt.validation import check_count
 class RunSampler:
     """Batches of indices for a torch DataLoader (`batch_sampler`): those that the run's manifests hand to this worker.
 
-    Whoever joins, leaves, dies or is late: each sequence is read once per epoch. Twice only if a worker had read it and
-    was lost before its message was in a manifest. It ends when everything is read, or the run is stopped. A worker that
-    has nothing to read, as in its first round, sends a message without work.
+    Each sequence is read once per epoch, whoever joins, leaves, dies or is late; twice only if a worker had read it and
+    was lost before its message was in a manifest. Iteration ends when everything is read, or the run is stopped. A
+    worker that has nothing to read, as in its first round, sends a message without work.
 
     Args:
         optimizer: a LocalDeMo over a FolderExchange. Its `samples` follow the batches, if `top_k` is None.
@@ -22,11 +22,11 @@ class RunSampler:
         epochs: how often everything is read, each time in another order.
         seed: of the orders.
 
-    A DataLoader with `num_workers` reads ahead, and what it has read ahead is lost if the loop ends before.
+    A DataLoader with `num_workers` reads ahead; what it has read ahead is lost if the loop ends early.
 
     Raises:
         TypeError: the optimizer is in no run.
-        SettingsError: the run has other data, while it is iterated over.
+        SettingsError: during iteration, if the run has other data.
 
     Examples:
         >>> import demopt, torch

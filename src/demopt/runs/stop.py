@@ -11,7 +11,7 @@ from demopt.runs.log import MOST_ENVELOPE, MOST_ROUNDS, read, read_manifest
 from demopt.runs.store import Store
 
 STOP = "stop"
-_SOON = 100  # rounds in which all workers have heard of a wish: they take turns at reading it
+_SOON = 100  # rounds within which all workers have heard of a wish: they take turns at reading it
 
 
 def put_stop(store: Store, number: int, run: str) -> None:
@@ -48,17 +48,17 @@ def _asked_in(wish: bytes) -> int:
 
 
 class StopWish:
-    """The wish to stop a run, as one worker hears it. A wish that was there before the worker is for others.
+    """The wish to stop a run, as one worker hears it. A wish from before the worker came is for the others.
 
-    But if they obey it while the worker still joins, it ends with them.
+    But if they obey it while the worker is still joining, the worker ends with them.
     """
 
     def __init__(self, store: Store, say: Callable[[str], None]) -> None:
         self._store, self._say = store, say
         self._run = ""  # its identity, once the worker knows it
         self._old: bytes | None = None  # that was there before the worker
-        self._is_old_open = False  # nobody had obeyed it then
-        self._obeyed: bytes | None = None  # by a round, before this worker has heard it
+        self._is_old_open = False  # nobody had obeyed it when the worker came
+        self._obeyed: bytes | None = None  # the last one that a round obeyed before this worker heard it
         self.heard_at = math.inf  # the time (monotonic) when the worker read a newer one; its messages say so
 
     @property
@@ -72,7 +72,7 @@ class StopWish:
         self._is_old_open = self._old is not None and not self._is_obeyed(self._old, _SOON)
 
     def hear(self) -> bool:
-        """Whether there is one for this worker; reads it until then. One that a round has obeyed is for nobody."""
+        """Whether there is a wish for this worker; reads until there is. One that a round has obeyed is for nobody."""
         if self._run and not self.is_heard and (wish := self._read(again=False)) not in (None, self._old, self._obeyed):
             if self._is_obeyed(wish):
                 self._obeyed = wish
@@ -88,7 +88,7 @@ class StopWish:
         return _asked_in(wish)
 
     def _is_obeyed(self, wish: bytes, most: int = MOST_ROUNDS) -> bool:
-        """Whether a round since a wish, of the first `most`, has ended the run; or nobody has heard it in them all."""
+        """Whether one of the `most` rounds after a wish has ended the run, or all have passed without obeying it."""
         number = _asked_in(wish)
         for each in range(number, number + most):
             with suppress(MessageError):  # whoever needs a damaged one says so

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
-_LONG_SILENCE = 60.0  # such seconds on a disk, at most, for a long object, unless it needs more
+_LONG_SILENCE = 60.0  # seconds of silence on a disk, at most, for a long object, unless it needs more
 _SLOW_DISK = 1_000_000  # bytes per second of a disk that needs more
 _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from a server, or without an end on a disk, after which a request has failed
@@ -57,10 +57,10 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, folder: str) -> set[str]:
-        """Returns the names, in it, of the objects below a folder."""
+        """Returns the names of the objects in a folder, relative to it."""
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects; absent ones are no error, and one that may not be deleted is told of after all others."""
+        """Deletes objects; absent ones are no error, and one that may not be deleted is an error, after all others."""
         denied = None
         for name in names:
             try:
@@ -88,7 +88,7 @@ class ObjectStore(Store):
     """
 
     def __init__(self, store: Any = None, address: str = "memory", patient: Any = None) -> None:
-        """`patient` opens the same store with requests that wait some seconds for a silent server."""
+        """`patient(seconds)` opens the same store with requests that wait that long for a silent server."""
         import obstore.store
 
         self.address, self._obstore = address, obstore
@@ -153,22 +153,22 @@ class ObjectStore(Store):
 
 
 class _Request(Generic[T]):
-    """A request, made again after each failure. One to a disk may have no end: then the same one is waited for again.
+    """A request, made again after each failure. One to a disk may never end: then the same one is waited for again.
 
-    The main thread makes none itself, because handlers of signals run there.
+    The main thread makes none itself, because signal handlers run there.
     """
 
     def __init__(self, store: Store, kind: str, call: Callable[[], T], size: int) -> None:
         self._store, self._kind, self._call = store, kind, call
-        # A put that is left behind may be the last one, at the end of its process; a get is waited for again.
+        # A get that is left behind is waited for again; a put may be the last request, at the end of its process.
         longest = _LONG_SILENCE if kind == "get" else max(_LONG_SILENCE, size / _SLOW_DISK)
         self._silence = min(_SILENCE + size / _SLOWEST, longest)
         self._elsewhere = not store.has_end or threading.current_thread() is threading.main_thread()
         self.pending: Future[T] | None = None  # left behind if nobody waits for it any more
-        self._until = 0.0  # the time (monotonic) from which on a disk is silent
+        self._until = 0.0  # the time (monotonic) after which a disk counts as silent
 
     def result(self) -> T:
-        """Makes the request, or waits for the one that is pending. StoreError, too, if it has no end in time."""
+        """Makes the request, or waits for the pending one. Also raises StoreError if it does not end in time."""
         if self.pending is None:
             if not self._elsewhere:
                 return self._call()
@@ -191,14 +191,14 @@ class Patient(Store):
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
         self._away: float | None = None  # since when, if the user has heard about it
-        self._reasons: set[str] = set()  # that the user has heard then
-        self._failing: set[_Request[Any] | str] = set()  # requests that fail since, and the kinds of those given up
+        self._reasons: set[str] = set()  # those that the user has heard since
+        self._failing: set[_Request[Any] | str] = set()  # requests failing since then, and the kinds of those given up
 
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat("get", lambda: self.inner.get(name, most), most)
 
     def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T | None:
-        """As `Store`, but repeated for two seconds while it is damaged."""
+        """As `Store`, but repeated for two seconds while the object is damaged."""
         return self._repeat("get", lambda: self.inner.read(name, most, parse), most, _DAMAGED)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -213,7 +213,7 @@ class Patient(Store):
         self._repeat("delete", lambda: self.inner.delete(names), _SLOWEST * len(names))  # a second each
 
     def _repeat(self, kind: str, call: Callable[[], T], size: int = 0, damaged: float = 0.0) -> T:
-        """Makes a request until it succeeds. `size`: of its data, at most. `damaged`: seconds of repeating then."""
+        """Makes a request until it succeeds. `size`: bytes, at most. `damaged`: seconds to repeat a damaged read."""
         size = 0 if kind == "get" and size <= MOST_JSON else size  # most are far shorter
         request = _Request(self.inner, kind, call, size)
         try:
@@ -221,7 +221,7 @@ class Patient(Store):
         except MessageError:
             self._note_answer(request, kind)
             raise
-        except BaseException:  # it is given up: until another put is answered, say, the user has heard of puts
+        except BaseException:  # given up: the user has heard that, say, puts fail, until another put is answered
             if request in self._failing:
                 self._failing |= {kind} - {"delete"}  # what cannot be deleted may stay
                 self._failing -= {request}
@@ -231,9 +231,9 @@ class Patient(Store):
         return result
 
     def _note_answer(self, request: _Request[Any], kind: str) -> None:
-        """Tells the user that the store is back, once nothing fails any more that he has heard of.
+        """Tells the user that the store is back, once no failure that they have heard of remains.
 
-        Other requests may pass all the time, as messages on a disk that has no room for a checkpoint.
+        Other requests may succeed all the time, such as messages on a disk that has no room for a checkpoint.
         """
         self._failing -= {request, kind}
         if self._failing:
@@ -252,7 +252,7 @@ class Patient(Store):
                 if time.monotonic() - began >= min(self.patience, damaged):
                     raise
             except StoreError as error:
-                if attempt == 0:  # what took long was no silence; or this process slept
+                if attempt == 0:  # a long first attempt was no silence, or this process slept
                     began = max(began, time.monotonic() - min(_SILENCE, self.patience / 2))
                 away, known = time.monotonic() - began, kind in self._answered
                 stays = kind == "delete"  # what cannot be deleted may stay
@@ -293,7 +293,7 @@ def in_time(address: str, call: Callable[[], T]) -> T:
 
 
 def full(address: str) -> str:
-    """Returns an address in full, the same text for the same place. ValueError if it is none.
+    """Returns an address in full, the same text for the same place. ValueError if it is no address.
 
     ExchangeError if it is on a disk that does not answer.
 
@@ -311,7 +311,7 @@ def full(address: str) -> str:
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ValueError(f"{address}: a file:// address has three slashes and a whole path; or give the path alone")
         path = unquote(parts.path)
-    other = r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:|[^\w./~-]*(s3|gs|az|file|https?)\W*//"  # places, with slips of the fingers
+    other = r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:|[^\w./~-]*(s3|gs|az|file|https?)\W*//"  # other addresses, also mistyped
     if scheme not in CLOUDS and not re.match(other, path, re.IGNORECASE):
 
         def resolved() -> str:
@@ -359,7 +359,7 @@ def open_store(address: str) -> Store:
         if not re.match(r"https?://[^/]", os.environ.get(name) or "http://x"):
             raise ValueError(f"{name} is {os.environ[name]!r}; wanted http://HOST:PORT or https://HOST")
     read = {"s3": "AWS_", "az": "AZURE_STORAGE_"}.get(scheme)
-    for name, value in os.environ.items():  # as of a file with Windows' ends of lines, which the client panics at
+    for name, value in os.environ.items():  # as from a file with Windows' line ends, at which the client panics
         if read and name.startswith(read) and not (value == value.strip() and value.isprintable()):
             raise ValueError(f"{name} begins or ends with a space or has unprintable letters; set it anew")
     kinds = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}

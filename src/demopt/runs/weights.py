@@ -55,8 +55,8 @@ class SavedWorker:
     """A worker of a run, as the entry "folder" of an optimizer's state has it.
 
     A worker that dies between its put and the round's manifest does not know whether its message counts; the manifest
-    does. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
-    the message cannot tell what of it was sent: if the message counts, what the state had not sent is dropped.
+    tells. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
+    the message cannot tell which part of itself was sent: if the message counts, all that was unsent is dropped.
     """
 
     run: str
@@ -67,11 +67,11 @@ class SavedWorker:
     sent_from: int  # the first round in which a message of this worker would be later than the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # sequences in the message
-    in_error: int = 0  # those in the error alone, and so in the message; in early states before that was made
+    in_error: int = 0  # those in the error alone, the message's included; in early states, from before it was made
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
-        """Reads the entry; None of an empty one, where no run was joined. ValueError if it is damaged."""
+        """Reads the entry; None if it is empty, as where no run was joined. ValueError if it is damaged."""
         if entry == {}:
             return None
         try:
@@ -129,7 +129,7 @@ class FolderRounds(Rounds):
         return self.run.joined
 
     def join(self, frozen: int | None = None) -> bool:
-        """Starts the run with this worker's weights, or takes those of the run, by the table; whether the latter."""
+        """Starts the run with this worker's weights, or takes the run's, by the table; returns True for the latter."""
         replicator, run = self.replicator, self.run
         groups = [
             {
@@ -145,7 +145,7 @@ class FolderRounds(Rounds):
         of_run = None if self._restored is None else self._restored.run
         started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
         if started:
-            run.given_out.clear()  # of a state of another run; what is in the message of that is in the error
+            run.given_out.clear()  # from a state of another run; the content of its message is in the error
             self._restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
@@ -154,7 +154,7 @@ class FolderRounds(Rounds):
                 self._follow_run()
                 if run.role == "joining":
                     self._drop_if_sent_since(run.sent_from)
-        run.stopping = run.has_stopped(run.decided)  # not by rounds of before it came, which were followed
+        run.stopping = run.has_stopped(run.decided)  # not by rounds from before it came, which it has just applied
         self._may_be_behind = False
         if run.stopping:
             run.take_back_hellos(self._number)
@@ -182,7 +182,7 @@ class FolderRounds(Rounds):
     def _enter(self, before: Manifest | None) -> None:
         """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
         run = self.run
-        match run.role:  # as an "observer", and where an error has ended a join, it has the run's weights
+        match run.role:  # an "observer", or a worker whose join ended in an error, already has the run's weights
             case "outside":
                 if self._number > 0:
                     raise SettingsError(
@@ -202,12 +202,12 @@ class FolderRounds(Rounds):
         if self.replicator.is_open:
             try:
                 self._exchange_and_end()
-            except DriftError as error:  # of the state's weights, from an earlier life
+            except DriftError as error:  # the state's weights had drifted before they were saved
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self.take(self._newest_checkpoint(least=0))
 
     def _take_first(self) -> None:
-        """Takes the run's newest weights for those of this worker."""
+        """Replaces this worker's weights by the run's newest."""
         newest = self._newest_checkpoint(least=0)
         with uninterrupted():
             self.take(newest)
@@ -224,9 +224,9 @@ class FolderRounds(Rounds):
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
-        """Drops what a state had not sent if this worker has sent a message in `sent_from` or later: all was in that.
+        """Drops what a state had not sent if this worker has sent it since, in a message of round `sent_from` or later.
 
-        If it lies in the open round, it will count there: `put` finds it, and gives this worker a second name.
+        A message that lies in the open round will count there: `put` finds it, and gives this worker a second name.
         """
         run = self.run
         reads = [partial(run.manifest, number) for number in range(sent_from, self._number)]
@@ -238,14 +238,14 @@ class FolderRounds(Rounds):
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
             )
             self._drop_unsent()
-            run.sent_from = self._number + 1  # if an error ends the join below, later steps are not dropped, too
+            run.sent_from = self._number + 1  # so that an error in the join below does not get later steps dropped
 
     @uninterrupted()
     def _drop_unsent(self) -> None:
         self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
         self.replicator.follower.adopt()
-        if (saved := self._restored) is not None:  # its message would leave the momentum once more
+        if (saved := self._restored) is not None:  # otherwise its message would leave the momentum once more
             self._restored = replace(saved, message=None, read=[], unsent=0, in_message=0, in_error=0)
         self.run.given_out.clear()  # whoever holds them reads them again
         self.run.unsent = self.run.in_error = self.run.left_out = 0  # nothing is left to be sent again
@@ -284,14 +284,14 @@ class FolderRounds(Rounds):
         return may_end and self.run.is_over
 
     def weigh(self) -> None:
-        if self.run.weighs:  # only now it is known whether the next message has the sequences of the last one, too
+        if self.run.weighs:  # only now is it known whether the next message has the sequences of the last one, too
             self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
 
     def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
 
-        After an error the round may be open, to try again: its message may be in the store by then, and count. Returns
-        whether to send the message's content at once: a worker that is always late would never be in a round.
+        After an error the round may stay open, to be tried again: its message may be in the store by then, and count.
+        Returns whether to send its content again at once: otherwise a worker that is always late would be in no round.
         """
         was_over, current = self.run.is_over, self._exchange_and_end()
         if self._may_be_behind:
@@ -299,12 +299,12 @@ class FolderRounds(Rounds):
         return self.run.late_again > 0 and self.run.wants_next_round and current.finite
 
     def _exchange_and_end(self) -> Round:
-        """The same, but for the catch-up: within `join` that comes anyway. Returns the round."""
+        """The same without the catch-up, which comes anyway within `join`. Returns the round."""
         current, was_over = self.replicator.round, self.run.is_over
         assert current is not None
         try:
             messages = self.replicator.exchange()
-        except ForkedError as error:  # it drops what was sent
+        except ForkedError as error:  # `_leave_fork` drops what was sent
             self._may_be_behind = True  # also if another error keeps it on the fork
             with self.replicator.follower.moved_by_others():
                 self._leave_fork(error, log.digest_of(self.run.decided))
@@ -339,12 +339,12 @@ class FolderRounds(Rounds):
             raise DriftError(outcome.manifest.round, [], told, RESYNC_RUN)
 
     def _save_if_due(self, was_over: bool) -> None:
-        """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: who stays must have one.
+        """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: those who stay need one.
 
-        `was_over`: the run, before the rounds that have come: a trainer may go on after its end.
+        `was_over`: whether the run was over before the latest rounds: a trainer may go on after its end.
 
         The senders of a round take turns, after that round. If one dies in its turn, the next checkpoint covers more.
-        Before an end the first sender writes it, and who was left out, because it may be the last worker.
+        Before an end the first sender writes one, as does a worker that was left out, because it may be the last.
         """
         run, last = self.run, self.run.last
         if last is None:
@@ -372,7 +372,7 @@ class FolderRounds(Rounds):
         if self.run.wants_next_round:
             self.run.hello(self._number)
         else:
-            self.run.take_back_hellos(self._number)  # those ahead
+            self.run.take_back_hellos(self._number)  # hellos ahead
         self._may_be_behind = False
         self._save_if_due(was_over)
 
@@ -387,8 +387,8 @@ class FolderRounds(Rounds):
     def _follow_run(self, asks: bool = True) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
 
-        Others may decide rounds faster than it reads them: if it `asks`, it says hello ahead, and they wait there.
-        Otherwise the newest checkpoint will do.
+        Others may decide rounds faster than this worker reads them: if it `asks`, it says hello ahead, and they wait
+        there. Otherwise the newest checkpoint will do.
         """
         run, since, rounds, load_seconds = self.run, time.monotonic(), 0, 0.0
         told = since + _QUIET - _TOLD_EACH
@@ -403,7 +403,7 @@ class FolderRounds(Rounds):
             except CoveredError:
                 if not asks:
                     return
-                if load_seconds and run.wants_next_round:  # while it took the last one, its messages have gone, too
+                if load_seconds and run.wants_next_round:  # while the last one loaded, the messages after it went
                     run.say_once(
                         f"the weights take {load_seconds:.0f} s to come, and the messages after them are gone by then: "
                         "the others are asked to wait (the run's --checkpoint-every is small for this link)"
@@ -421,7 +421,7 @@ class FolderRounds(Rounds):
                     run.hello_ahead(self._number, (time.monotonic() - since) / rounds)
 
     def next_manifest(self) -> Manifest | None:
-        """Returns the manifest of the round that these weights are at; None if it is open, as the next one is then."""
+        """Returns the manifest of the round that these weights are at; None if that round, and so the next, is open."""
         number = self._number
         if (found := self.run.manifest(number)) is None and self.run.manifest(number + 1) is not None:
             found = self.run.known_manifest(number)
@@ -437,7 +437,7 @@ class FolderRounds(Rounds):
             self._move_to(manifest, manifest.stop)
 
     def _move_to(self, decided: Manifest | None, stops: bool) -> None:
-        """Notes that the weights have moved, other than by an own round: they are no loaded state's any more."""
+        """Notes that the weights have moved other than by an own round: they are no longer a loaded state's."""
         self.run.move_to(decided, stops)
         self._restored = None
 
@@ -446,9 +446,9 @@ class FolderRounds(Rounds):
     def _leave_fork(self, error: ForkedError, mine_before: str) -> None:
         """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
 
-        A store that let two manifests of one round win has made two runs, which part here: the one that is there now
-        counts, unless a later one follows the other. It may list messages of this worker that the other one did not.
-        So that none counts twice, the error is dropped. `mine_before`: the digest of the manifest before this round, as
+        A store that let two manifests of one round win has made two runs, which part here. The manifest that is there
+        now counts, unless a later one follows the other. It may list messages of this worker that the other does not;
+        the error is dropped, so that none counts twice. `mine_before`: the digest of the manifest before this round, as
         these weights have it.
         """
         run, number = self.run, self._number
@@ -457,11 +457,11 @@ class FolderRounds(Rounds):
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
         run.say_that_copies_part()
-        # The manifest before is `before` in the store now; the run went on, if it did, from `chosen`.
+        # `before` is the manifest before, as the store has it now; the run went on, if it did, from `chosen`.
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
         chosen = after.before if after else before.digest
         is_mine, is_there = chosen == mine_before, chosen == before.digest
-        if is_mine and after is not None:  # only who has applied the one that is gone can apply what follows it
+        if is_mine and after is not None:  # only a worker that applied the lost one can apply what follows it
             with suppress(CoveredError):
                 self.apply_manifest(after)
                 return
@@ -491,7 +491,7 @@ class FolderRounds(Rounds):
             return {}
         try:
             return read_moments(self.run, self.replicator.wiring().replicated_tensors(), self._number)
-        except DemoptError as error:  # it has joined, and does so no second time
+        except DemoptError as error:  # it has joined already, and does not join again
             self.run.say(f"{error}; the inner optimizer starts with empty state")
             return {}
 
@@ -510,8 +510,8 @@ class FolderRounds(Rounds):
         if current is not None and current.finite and current.message is not None:
             message, in_message = envelope_of(current.attached, current.message), current.attached.in_message
         reads = run.given_out if self._may_be_behind else run.unsent_reads  # by the manifest of these weights
-        sent_from = run.sent_from  # its weights may be of before the messages that it has sent, as after a fork
-        if run.role != "joining":  # otherwise what it has sent since the state is dropped at the end of `join`
+        sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
+        if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
         return SavedWorker(
             run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(reads),
