@@ -4,11 +4,11 @@
     dcp.save(state, checkpoint_id=path)  # or dcp.async_save
     dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner())  # among any number of ranks; runs no code
 
-DCP loads by name, in the order of the alphabet: "model" before "optimizer", which puts a rank's local weights into it.
+DCP loads names in alphabetical order: "model", then "optimizer", which puts the rank's local weights into the model.
 
-Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is an `_Entry`, rank 1's state of parameter
-2. The shard is the process's of the parameters that are sharded inside a node (FSDP2), one number for each way to shard
-them. "world_size" and "param_groups" are as all ranks have them, "folder" is what a worker of a run knows of it.
+Keys, after the state's name in the checkpoint: "rank1.shard0.2" is an `_Entry`, rank 1's state of parameter 2. The
+shard is the process's part of the parameters that are sharded inside a node (FSDP2), with one number per way to shard
+them. "world_size" and "param_groups" are equal on all ranks; "folder" is a worker's own state of its run.
 """
 
 import io
@@ -44,9 +44,9 @@ _SHARDS = "the number of shards inside a node must be that of the checkpoint; th
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """A planner for `dcp.load` that requests of each `OptimizerState` this rank's share, if other ranks saved it.
+    """A planner for `dcp.load` that reads this rank's share of an `OptimizerState` that more or fewer ranks saved.
 
-    Objects that are no tensors are read with `weights_only=True`: `torch.serialization.add_safe_globals` names classes
+    Objects other than tensors are read with `weights_only=True`; `torch.serialization.add_safe_globals` allows classes
     of your own. All else is as in DCP's default planner, whose arguments it takes.
 
     Examples:
@@ -60,9 +60,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Adds the keys of other ranks; called by DCP."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         in_file = metadata.state_dict_metadata if metadata is not None else {}
-        # DCP reads an object for each key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says.
-        # The keys there are this rank's; instead come those of the old ranks that it takes over from. A value only
-        # says that an object is to be read, which replaces it (newer torch has None): this rank's entry serves for all.
+        # DCP reads an object per key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says. Those
+        # keys are this rank's; the keys of the old ranks that it takes over from replace them. A value only marks an
+        # object to read, which then replaces it (newer torch has None): this rank's entry serves for all.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
@@ -77,16 +77,16 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that the file lacks, because fewer ranks saved it. One that the file has stays, even if
-            # another rank takes over from it: without any DCP would take the file for one of torch 2.3.
+            # DCP refuses a key that the file lacks, as when fewer ranks saved it. A key that the file has stays, even
+            # if another rank takes over from it: without any such key, DCP would take the file for one of torch 2.3.
             if key not in in_file:
-                del self.state_dict[key]  # of the planner's table; the state that DCP loads keeps it
+                del self.state_dict[key]  # from the planner's table only; the state that DCP loads keeps it
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""
+        """Reads an object other than a tensor, and puts it where DCP's default planner does; called by DCP."""
         name, holder = read_item.dest_index.fqn, self.state_dict
         try:
-            with torch.serialization.safe_globals([_Entry]):  # which files of early 0.3.0 have
+            with torch.serialization.safe_globals([_Entry]):  # files of early 0.3.0 name it
                 found = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -110,8 +110,8 @@ class OptimizerState:
 
     Raises:
         TypeError: another optimizer.
-        ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`. Or each rank's
-            parameters had another number of shards.
+        ValueError, when loading: more or fewer ranks saved the checkpoint (the message names the `LoadPlanner`), or
+            each rank's parameters had another number of shards.
 
     Examples:
         >>> import demopt, torch
@@ -140,7 +140,7 @@ class OptimizerState:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
+        """Loads the entries that DCP filled in; if more or fewer ranks saved them, a share of them, with a warning."""
         rank, world_size = self._optimizer.replicator.rank_and_size
         old_size, parameters = state_dict["world_size"], dict(enumerate(self._parameters))  # the file's, now read
         by_rank: dict[int, dict[int, Any]] = {}
@@ -156,7 +156,7 @@ class OptimizerState:
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
         states: dict[int, StateDict] = {}
-        for old in overlaps(rank, world_size, old_size):  # not a key of this rank that the file lacks: that is unread
+        for old in overlaps(rank, world_size, old_size):  # this rank's own key is unread if the file lacks it
             read = ((number, _values_of(entry, parameters.get(number))) for number, entry in by_rank[old].items())
             entries = {number: values for number, values in read if values}
             states[old] = {"state": entries, "param_groups": state_dict["param_groups"]}
@@ -168,7 +168,7 @@ class OptimizerState:
                 raise ValueError(f"{error}. Of FSDP2 or tensor parallelism, {_SHARDS}") from error
             raise
 
-    def __reduce__(self) -> tuple[Any, ...]:  # DCP pickles what is inside another container, and rank 0's alone
+    def __reduce__(self) -> tuple[Any, ...]:  # DCP pickles objects in an inner container, and only rank 0's
         raise TypeError(
             "an OptimizerState belongs into the outermost dict that dcp.save gets, where DCP asks it for its state; "
             "inside another one give OptimizerState(optimizer).state_dict()"
@@ -179,37 +179,37 @@ class OptimizerState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
-_CUT = re.compile(r"\w+\(\d+, \d+\) over (?!1\b)\d+")  # not into one shard, which earlier files tell, too
+_CUT = re.compile(r"\w+\(\d+, \d+\) over (?!1\b)\d+")  # skips cuts into one shard, which earlier files name, too
 
 
 def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
-    """Returns what an entry has of the parameter `like`; an `_Entry` is of a file of early 0.3.0, or was not read."""
-    if entry is None:  # with `allow_partial_load`, newer torch leaves that where the checkpoint has nothing
+    """Returns an entry's values for the parameter `like`; an `_Entry` is from early 0.3.0, or was not read."""
+    if entry is None:  # with `allow_partial_load`, newer torch leaves None where the checkpoint has nothing
         return {}
     match vars(entry) if isinstance(entry, _Entry) else entry:
         case {"values": Mapping() as values, "sharded": list() as sharded, **more}:
-            if like is None:  # a folder's, or of a parameter too many, which is told later
+            if like is None:  # a folder's, or of a surplus parameter, which is reported later
                 return dict(values)
             cut, here = more.get("cut"), cut_of(like)
             if isinstance(cut, str) and (was := ", ".join(_CUT.findall(cut))) not in ("", here):
                 raise ValueError(f"the checkpoint's shards are {was}, those here {here or 'whole'}; {_SHARDS}")
-            if not hasattr(like, "placements"):  # of one shard alone, which is the whole
+            if not hasattr(like, "placements"):  # a single shard, which is the whole
                 return dict(values)
             return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
 
 
 class _Entry:
-    """A rank's state of one parameter. DCP pickles it when it writes it, so that no more than that is copied.
+    """A rank's state of one parameter. DCP pickles each when it writes it, so that only one is copied at a time.
 
-    In the file it is a mapping of tensors, numbers and text: "values"; in "sharded" the names of those that are shards
-    of DTensors, saved as they lie here; and in "cut", of a sharded parameter, how it is cut.
+    In the file it is a mapping: "values" holds tensors, numbers and text; "sharded" names those that are shards of
+    DTensors, saved as they lie here; "cut", of a sharded parameter, says how it is cut.
     """
 
     def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = (), cut: str = "") -> None:
         self.values, self.sharded, self.cut = values, [*sharded], cut
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # called by `dcp.async_save`
         return _Entry(*self._as_saved(), self.cut)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -219,8 +219,8 @@ class _Entry:
 
     def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
         local = {
-            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: of a view
-            for name, value in self.values.items()  # pickle would write all that it looks at
+            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: pickle
+            for name, value in self.values.items()  # would write the whole storage of a view
         }
         return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]
 
@@ -228,11 +228,11 @@ class _Entry:
 class Reader(FileSystemReader):
     """Reads a checkpoint of DCP's `FileSystemWriter`; with `LoadPlanner`, nothing in the folder can run code.
 
-    DCP's own reader unpickles `.metadata` as it comes, and its planner every object that is no tensor.
+    DCP's own reader unpickles `.metadata` unchecked, and its planner every object other than a tensor.
 
     Raises:
-        pickle.UnpicklingError, in DCP's CheckpointException: the file names anything but DCP's own records; or a file
-            outside the folder.
+        pickle.UnpicklingError, in DCP's CheckpointException: `.metadata` names something other than DCP's own records,
+            or a file outside the folder.
 
     Examples:
         >>> Reader("checkpoint").path
@@ -240,9 +240,9 @@ class Reader(FileSystemReader):
     """
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """Returns a saved object's bytes, of which torch does not compare the checksums; called by DCP."""
+        """Returns a saved object's bytes after checking their checksums, which torch does not; called by DCP."""
         found = io.BytesIO(super()._slice_file(file, sinfo).read())
-        if zipfile.is_zipfile(found):  # otherwise of a transform, such as compression; torch refuses anything else
+        if zipfile.is_zipfile(found):  # otherwise transformed, such as compressed; torch refuses anything else
             try:
                 broken = zipfile.ZipFile(found).testzip()
             except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
@@ -255,7 +255,7 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the checkpoint's table of contents; called by DCP."""
         del args
-        place: Any = getattr(self, "_get_metadata_path", None)  # newer torch: a rank may have its own
+        place: Any = getattr(self, "_get_metadata_path", None)  # newer torch: a rank may have its own file
         with open(place(kwargs.get("rank")) if place else self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             found = _Records(file).load()
         if not isinstance(found, Metadata):
@@ -268,7 +268,7 @@ class Reader(FileSystemReader):
 
 
 class _Records(pickle.Unpickler):
-    """Reads a `.metadata` file: of all classes and functions it knows those that DCP writes, none of which acts."""
+    """Reads a `.metadata` file; knows only the classes and functions that DCP writes, none of which has effects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata" and name in _RECORDS:

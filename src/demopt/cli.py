@@ -50,7 +50,7 @@ def main() -> None:
     except KeyboardInterrupt:
         code = tell("stopped", 130)
     sys.stdout.flush()
-    if out.lost:  # of a command that trains, the product is in files
+    if out.lost:  # no failure of a command that trains: its product is in files
         code = tell(f"stdout cannot be written: {out.lost}", code or int(sys.argv[1:2] not in (["train"], ["join"])))
     if "RANK" in os.environ:
         os._exit(code)  # under torchrun the process group could keep the interpreter from exiting
@@ -93,7 +93,7 @@ def build_app() -> Any:
 
 
 def interruptible(command: Callable[..., int]) -> Callable[..., int]:
-    """Returns a command that Ctrl-C ends with a word: typer takes KeyboardInterrupt for an exit that was told of."""
+    """Returns a command that reports Ctrl-C: typer treats KeyboardInterrupt as an exit that was reported already."""
     import typer
 
     @functools.wraps(command)
@@ -107,7 +107,7 @@ def interruptible(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
-    """Returns `run` as a typer command with a flag per setting; only those that are given override a config file."""
+    """Returns `run` as a typer command with a flag per setting; only the given flags override a config file."""
     import typer
 
     from demopt.train.config import FIELDS, SETTINGS, assemble, flag
@@ -208,7 +208,7 @@ def _run(arguments: list[str]) -> int:
     for before, each in zip(["", *arguments], arguments, strict=False):
         if re.fullmatch("(--[a-z-]+=)?", each):
             return tell(f"{each or before} is empty: is the variable set? Give a value, or leave it out", 2)
-    # A shell does so only where the value is a word of its own; a folder called ~ is nobody's wish.
+    # Expands ~ after "=", as a shell does only at the start of a word; nobody wants a folder called ~.
     arguments = [re.sub("^(--[a-z-]+=)(~.*)", lambda f: f[1] + os.path.expanduser(f[2]), each) for each in arguments]
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
@@ -219,7 +219,7 @@ def _run(arguments: list[str]) -> int:
             return 2
         name = getattr(error, "option_name", None)
         more = f"; here it is {MEANT[name]}" if name in MEANT else ""
-        if isinstance(error, typer.BadParameter):  # whose message has what is wanted
+        if isinstance(error, typer.BadParameter):  # its message says only what is expected
             names = getattr(error.param, "opts", ())
             words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--") else [each])]
             more = "".join(f"; got {value!r}" for flag, value in pairwise(words) if flag in names)

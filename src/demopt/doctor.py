@@ -1,8 +1,8 @@
 """`demopt doctor`: checks this machine and its links to the other machines, with a remedy per obstacle.
 
-Links are measured as a run would connect the machines: a store at the run's port, and gloo between each two. All
-machines run the same command. The first has the store, decides who is present, and pairs take turns, so that no two
-measure at once.
+Links are measured as a run would connect the machines: a store at the run's port, and gloo between each pair. All
+machines run the same command. The first has the store and decides who is present. Pairs take turns, so that only one
+measures at a time.
 """
 
 import errno
@@ -29,12 +29,12 @@ from demopt.train.config import InputError
 
 LONG_MS = 10.0  # a round trip of a long link
 PINGS = 10
-BULK_SECONDS = 1.0  # at least, of data in one go
+BULK_SECONDS = 1.0  # the least time of a transfer that measures a rate
 FIRST_BULK, MOST_BULK = 1 << 17, 1 << 30  # bytes
 TURN_SECONDS = 30.0  # at most, for a pair to connect, and for each of its messages
 _IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
-Finding = tuple[str, str, str]  # its name, the observation, and the remedy; empty if all is well
+Finding = tuple[str, str, str]  # a name, the observation, and the remedy, which is empty if all is well
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def doctor(
 
 
 def examine(towards: str, port: int, alone: bool) -> Iterator[Finding]:
-    """Checks this machine. `towards`: its address among the peers, or any in their network; `alone`: the only one."""
+    """Checks this machine. `towards`: its address among the peers, or any remote one; `alone`: it is the only peer."""
     from demopt.kernels.gate import library
     from demopt.train.team import gloo_address, loopback_remedy
 
@@ -129,7 +129,7 @@ def _show(findings: list[Finding]) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Returns what must be equal on all machines."""
+    """Returns the versions that must be equal on all machines."""
     import torch
 
     return {"demopt": demopt.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
@@ -191,7 +191,7 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
 
 
 def _unreachable(first: str, port: int, wait: float) -> str:
-    """Returns why the first machine's port does not answer; empty if it does. No route, no wait."""
+    """Returns why the first machine's port does not answer; empty if it does. Without a route it does not wait."""
     deadline = time.monotonic() + max(1.0, wait)
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -207,7 +207,7 @@ def _unreachable(first: str, port: int, wait: float) -> str:
 def _listening(me: str) -> tuple[str, str]:
     """Returns the address that gloo is to listen on, and a remedy if a run may listen where others do not reach it.
 
-    As a run does, unless others surely cannot reach that: then on this machine's address among the peers.
+    The address is a run's, unless others surely cannot reach that: then it is this machine's address among the peers.
     """
     from demopt.train.team import address_of, gloo_address, is_loopback, listen_on
 
@@ -261,7 +261,7 @@ def _measure(store: Any, listens: str, me: str, one: str, other: str, hellos: di
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what torch's C++ code writes to this process's standard error from the screen."""
+    """Keeps messages of torch's C++ code to this process's standard error off the screen."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -273,14 +273,14 @@ def quiet() -> Iterator[None]:
 
 
 def _bits_per_second(pg: Any, sender: int) -> float:
-    """Sends twice as much each time, until it takes long enough to tell; the sender decides."""
+    """Doubles the data until sending takes long enough to measure; the sender decides."""
     import torch
 
     size, again = FIRST_BULK, torch.ones(1, dtype=torch.uint8)
     while True:
         data, began = torch.zeros(size, dtype=torch.uint8), time.perf_counter()
         _pass(pg, data, sender)
-        _pass(pg, data[:1], 1 - sender)  # all has come
+        _pass(pg, data[:1], 1 - sender)  # confirms that all has arrived
         seconds = time.perf_counter() - began
         again[0] = seconds < BULK_SECONDS and size < MOST_BULK
         _pass(pg, again, sender)
@@ -291,4 +291,4 @@ def _bits_per_second(pg: Any, sender: int) -> float:
 
 def _pass(pg: Any, data: Any, sender: int) -> None:
     call = pg.send if pg.rank() == sender else pg.recv
-    call([data], 1 - pg.rank(), 0).wait(timedelta(seconds=TURN_SECONDS))  # else the time-out of connecting holds
+    call([data], 1 - pg.rank(), 0).wait(timedelta(seconds=TURN_SECONDS))  # or the time-out for connecting would hold

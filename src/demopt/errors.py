@@ -16,14 +16,14 @@ class DemoptError(Exception):
 def first_line(error: BaseException) -> str:
     """Returns the first line of another library's error, to report it as a cause.
 
-    Not torch's advice to load a file that it refuses so that the file can run code.
+    Leaves out torch's advice to load a refused file in a way that lets it run code.
     """
     line = str(error).strip().partition("\n")[0]
     return "it is damaged" if "weights_only" in line else line[:200] or type(error).__name__
 
 
 def printable(text: str) -> str:
-    r"""Returns a text in which control characters are shown, as `repr` does, so that none reaches a terminal.
+    r"""Returns a text with its control characters escaped, as by `repr`, so that none reaches a terminal.
 
     Examples:
         >>> print(printable("a name\x1b[2J"))

@@ -1,4 +1,4 @@
-"""Signals that wait: a handler runs between any two instructions, raises or saves, and half a round may be applied."""
+"""Delays signals: a handler may run between any two instructions, and raise or save when half a round is applied."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-# Those of people, schedulers and timers: to look at all would take a tenth of a small model's step.
+# Signals of people, schedulers and timers: looking at all signals would take a tenth of a small model's step.
 _SENT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGALRM", "SIGXCPU")
 _SIGNALS = [getattr(signal, name) for name in _SENT if hasattr(signal, name)]
 _is_inside = False  # whether the main thread is in the context
@@ -15,7 +15,7 @@ _is_inside = False  # whether the main thread is in the context
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """The context in which signals wait: their handlers, which may raise, run at the end of the outermost one.
+    """A context in which signals wait: their handlers, which may raise, run at the end of the outermost context.
 
     Only the main thread runs handlers; in others there is nothing to do.
     """
@@ -37,7 +37,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _make(calls: deque[Callable[[], object]]) -> None:
-    """Makes all calls, also after one that raises, or an interrupt between two."""
+    """Makes all calls, even if one raises or an interrupt comes between two."""
     try:
         while calls:
             calls.popleft()()

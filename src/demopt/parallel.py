@@ -16,7 +16,7 @@ from demopt.validation import check_rank
 from demopt.wire.checksum import byte_view
 
 M = TypeVar("M", bound=nn.Module)
-_REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
+_REPLICATE = "torch.distributed._composable.replicate"  # also of replicate_with_fsdp: the modules of their mixins
 
 
 def unsync(model: M) -> M:
@@ -53,7 +53,7 @@ def unsync(model: M) -> M:
         return model  # nothing could synchronise it
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, rarely needed
 
-    for module in model.modules():  # first, so that a model that is refused stays as it is
+    for module in model.modules():  # checks first, so that a refused model stays unchanged
         if isinstance(module, FullyShardedDataParallel):
             other = 'shard it with FSDP2: torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])'
             raise TypeError(f"the model is a FullyShardedDataParallel (FSDP1), which unsync cannot change; {other}")
@@ -73,7 +73,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     """Gives all ranks the buffers of rank `src`, such as BatchNorm's running statistics, in one broadcast.
 
     Call it on all ranks, before evaluating or saving. `process_group`: as in `DeMo`; None: all ranks. SettingsError if
-    the ranks have other buffers.
+    the ranks' buffers differ in name, dtype or shape.
 
     Examples:
         >>> broadcast_buffers(nn.BatchNorm1d(4))
@@ -81,13 +81,13 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     check_model(model)
     exchange, named = resolve(process_group), dict[str, Tensor]()
     for name, buffer in model.named_buffers():
-        for number, part in enumerate(parts_of([buffer])):  # of a quantized one of torchao there are several
+        for number, part in enumerate(parts_of([buffer])):  # a quantized buffer of torchao has several
             named[f"{name} ({number})" if number else name] = part
     check_rank("src", src, exchange.world_size)
     exchange.await_all("broadcast_buffers()")
     faults = {name: fault for name, each in named.items() if (fault := unlike_memory(each))}
     forms = {name: faults.get(name) or f"{each.dtype} {list(each.shape)}" for name, each in named.items()}
-    held = [*model.parameters(), *(each for name, each in named.items() if name not in faults)]  # maybe no buffers
+    held = [*model.parameters(), *(each for name, each in named.items() if name not in faults)]  # even without buffers
     where = device_between(each.device for each in held)
     check_alike(exchange, {f"buffer {name}": form for name, form in forms.items()}, where)
     for name, fault in faults.items():  # now on all ranks
@@ -106,7 +106,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:
-    """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
+    """Applies `no_sync` permanently, and adds a hook for loops that set `require_backward_grad_sync`."""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     if not any(state is unsync for _, state in model._comm_hooks):
@@ -115,7 +115,7 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
         except RuntimeError as error:
             told = "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
             raise ValueError(told) from error
-    if not model.static_graph:  # whose first backward pass fails without; the hook alone suffices
+    if not model.static_graph:  # whose first backward pass needs it on; there the hook suffices
         model.require_backward_grad_sync = False
     if _refuse_join not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_refuse_join)
@@ -124,14 +124,14 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
 
 
 def _refuse_join(model: DistributedDataParallel, _: Any) -> None:
-    """Before a forward pass: refuses torch's `Join`, as by `model.join()`, which waits for all-reduces of others."""
+    """Before a forward pass, refuses torch's `Join` (`model.join()`), which waits for other ranks' all-reduces."""
     if model._join_config.enable and not torch.compiler.is_compiling():
         remedy = "let each take the same number of steps, by drop_last=True or the fewest batches of any rank"
         raise ValueError(f"join() of a model that went through demopt.unsync: rounds need all ranks; {remedy}")
 
 
 def _unsync_fsdp(module: Any) -> None:
-    """Makes HSDP's groups of parameters plain FSDP's, on the mesh's shard dimension; nothing else changes in them.
+    """Turns HSDP's parameter groups into plain FSDP's, on the mesh's shard dimension; nothing else in them changes.
 
     FSDP2 has no public way: after `set_requires_all_reduce(False)` it accumulates gradients outside `.grad`, until an
     all-reduce comes, and its `set_all_reduce_hook` runs after the all-reduce.

@@ -1,10 +1,10 @@
-"""`demopt plan`: what a step costs in bytes, memory and seconds, and which method pays on a link. MB are 10^6 bytes.
+"""`demopt plan`: a step's cost in bytes, memory and seconds, and the method that pays on a link. 1 MB is 10^6 bytes.
 
 The optimizers themselves compute bytes and memory, for parameters with shapes but no memory (meta device).
 
-A collective takes its bytes / bandwidth + its trips x latency / 2, and, as TCP starts with a small window after a
-pause, the wait for answers until the window covers the message or the link. Within 25 % of 83 of the 98 collectives
-that the laboratory measured with gloo (laboratory/records/network.md). Loss and congestion are left out.
+A collective takes its bytes / bandwidth + its trips x latency / 2. After a pause TCP starts with a small window, which
+adds waits for answers until it covers the message or the link. This is within 25 % of 83 of the 98 collectives that
+the laboratory measured with gloo (laboratory/records/network.md). Loss and congestion are left out.
 """
 
 import bisect
@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, assemble, config_of, resolve
 
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
-MUCH = 0.3  # of a step in the exchange
+MUCH = 0.3  # share of a step in the exchange from which the plan names alternatives
 CARD_BYTES = 24e9
 PACE = {  # by backend
     "gloo": "gloo's pace, as measured; nccl waits for fewer round trips (--backend nccl)",
@@ -36,15 +36,15 @@ DENSE = {"DDP": 4, "DDP bf16": 2}  # bytes per parameter
 MOST_PARAMETERS = 10**11  # larger plans take too long
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 DATA_SHARE = 0.96  # of a link's bits; the others are headers
-HOST_SECONDS = 0.001  # of gloo, per collective
+HOST_SECONDS = 0.001  # gloo's own time per collective
 FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at once after a pause
 SEGMENT_BYTES = 2**20  # of a long all_reduce, in gloo
 TINY = 1000  # bytes; an all_reduce of less is not cut into segments
-WORTH = 1.25  # times faster, at least, to give up DDP's loss
+WORTH = 1.25  # the least speed-up for which to give up DDP's loss
 FASTEST = 1e13  # bits per second
-LOSS_BYTES = 16  # of demopt train's mean of the loss, and whether to stop
+LOSS_BYTES = 16  # of demopt train's all_reduce of the loss, and of whether to stop
 # Validation loss above the best DDP around Muon, by steps per round: 4 workers, 1,000 steps, in nats per byte. The rows
-# are in laboratory/results, the table in docs/results.md; DeMo's text is another one.
+# are in laboratory/results, the table in docs/results.md; DeMo's row is for another text.
 LOSS_ABOVE_DDP = {("LocalDeMo", 5): 0.010, ("LocalDeMo", 15): 0.063, ("DeMo", 1): 0.110}
 
 
@@ -140,7 +140,7 @@ def _show(plan: "Plan", case: "Case | None") -> None:
 
 
 def _alternatives(console: Console, case: "Case") -> None:
-    """Prints what 10,000 steps take, and, where the exchange is much of a step, what takes less and at which loss."""
+    """Prints the time of 10,000 steps and, where the exchange is much of a step, the faster choices and their loss."""
     from demopt.train.screen import duration
 
     plan, workers = case.plan, next(iter(case.plan.calls))
@@ -162,7 +162,7 @@ def _alternatives(console: Console, case: "Case") -> None:
     )
 
 
-#: The name of a model, its nn.Module on the meta device, and the count of its parameters, also in chunks that are full.
+#: A model's name, its nn.Module on the meta device (maybe padded to full chunks), and its number of parameters.
 Model = tuple[str, Any, int]
 
 
@@ -175,7 +175,7 @@ class Call:
     times: int = 1
 
     def exchanged_bytes(self, workers: int) -> float:
-        """Returns the bytes that a rank sends, and receives: all_gather and all_reduce go in a ring."""
+        """Returns the bytes that a rank sends; it receives as many. all_gather and all_reduce go in a ring."""
         parts = {"all_gather": workers, "all_to_all": 1, "all_reduce": 2}[self.kind]
         return self.times * self.size * parts * (workers - 1) / workers
 
@@ -190,7 +190,7 @@ class Plan:
     local: TrainConfig
     kept: dict[str, int]  # coefficients in a message, of DeMo and LocalDeMo
     calls: dict[int, dict[str, tuple[Call, ...]]]
-    memory: dict[str, dict[str, int]]  # bytes of a worker of these, by what they are for, without activations
+    memory: dict[str, dict[str, int]]  # a worker's bytes with each of these, by purpose, without activations
 
     def message_bits(self, method: str) -> float:
         """Returns the bits of a worker's message per parameter and step."""
@@ -198,7 +198,7 @@ class Plan:
         return 8 * first.size / self.parameters / self.steps(method)
 
     def received_megabytes(self, method: str, workers: int) -> float:
-        """Returns what a rank receives per step; it sends as much."""
+        """Returns the MB that a rank receives per step; it sends as many."""
         return sum(call.exchanged_bytes(workers) for call in self.calls[workers][method]) / self.steps(method) / 1e6
 
     def steps(self, method: str) -> int:
@@ -206,7 +206,7 @@ class Plan:
 
 
 def quantity(text: str, unit: str = "") -> float:
-    """Parses a number with a factor, and the pattern of a unit; 0 if the text is none."""
+    """Parses a number with a factor and a unit, given as a pattern; 0 if the text is not such a number."""
     found = re.fullmatch(rf"(\d+\.?\d*) ?([kmgbt]?){unit}", text.strip(), re.IGNORECASE)
     return float(found[1]) * FACTORS[found[2].lower()] if found else 0.0
 
@@ -282,17 +282,17 @@ class Link:
         return seconds
 
     def slow_start(self, call: Call, workers: int) -> float:
-        """Returns the wait while TCP doubles its window in each round trip, less the time in which it sends then."""
+        """Returns the wait while TCP doubles its window per round trip, less the time that it sends meanwhile."""
         size = call.size if call.kind == "all_gather" else call.size / workers  # of a message
         round_trips = math.ceil(math.log2(size / FIRST_WINDOW + 1)) - 1 if size else 0
         return max(round_trips * self.latency_seconds - 8 * size / self.bits_per_second, 0.0)
 
 
 def trips(call: Call, workers: int, gloo: bool) -> float:
-    """Returns how many times in a row a packet must cross the network, as gloo's algorithms were measured to do.
+    """Returns the number of crossings of the network that wait for each other, as measured for gloo's algorithms.
 
     A message takes three, of which some overlap: ready to send, ready to receive, the data. A long all_reduce goes in
-    segments, each of which waits; one of a few bytes needs the data alone. In nccl's rings no part waits for another.
+    segments, each of which waits; one of a few bytes needs only the data. In nccl's rings no part waits for another.
     """
     if not gloo:
         return {"all_gather": workers - 1, "all_to_all": 1}.get(call.kind, 2 * (workers - 1))
@@ -329,7 +329,7 @@ class Case:
 
 
 def verdict(case: Case, workers: int) -> str:
-    """Returns the method to take, on what that stands, and the bandwidth at which both are equal."""
+    """Returns the method to take, the figures behind it, and the bandwidth at which both are equally fast."""
     link, round_trip = case.link, f"{digits(1e3 * case.link.latency_seconds)} ms"
     ddp, ours = case.at(link.bits_per_second, workers)
     way = f"{workers} workers, {rate(link.bits_per_second)}, {round_trip}, {link.backend}"

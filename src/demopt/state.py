@@ -1,12 +1,12 @@
-"""Saved states: one rank's, read and checked; whose each is; those of all ranks in one; another number of ranks.
+"""Saved states: reading and checking one rank's; the rank that saved it; consolidating all ranks'; resharding.
 
-What a state has of a parameter is a `SavedParameter`. Some parts of it are equal on all ranks, and some are of the rank
-that `SavedBy` names. A consolidated state has the former once, and the latter of each rank under "ranks".
+A `SavedParameter` is a state's part of one parameter. Some of its entries are equal on all ranks; the others belong to
+the rank that `SavedBy` names. A consolidated state has the former once, and the latter per rank under "ranks".
 
-Among another number of ranks, each takes the mean of the old states that overlap with its share (docs/checkpoints.md):
-of momenta, of errors, and of pseudo-gradients that no round has carried so far. All other per-rank state, that of
-LocalDeMo's inner optimizers, cannot be averaged without knowing its meaning: a new rank takes that of the old rank with
-the largest overlap.
+If the number of ranks changes, each new rank takes the mean over the old ranks that overlap with its share
+(docs/checkpoints.md): of momenta, of errors, and of pseudo-gradients that no round has carried yet. All other per-rank
+state is that of LocalDeMo's inner optimizers. It cannot be averaged without knowing its meaning, so a new rank takes it
+from the old rank with the largest overlap.
 """
 
 import io
@@ -33,19 +33,19 @@ from demopt.validation import check_count, check_rank, warn
 
 StateDict = dict[str, Any]
 PIECE_BYTES = 1 << 24  # sent at once
-_LARGEST = 1e35  # of momenta, errors and rules' state: gradients from 1e30 on count as infinite
-_LARGEST_WEIGHT = 1e30  # the local weights' distance from one is a pseudo-gradient
+_LARGEST = 1e35  # limit of momenta, errors and rules' state: gradients of 1e30 or more count as infinite
+_LARGEST_WEIGHT = 1e30  # limit of global weights and starts: local weights minus these are a pseudo-gradient
 RANKS = "ranks"
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-#: Parts that each rank has for itself; all others of ours are equal. Their names in `Replicator.state` and in DeMo's.
-#: Another number of ranks takes means of `AVERAGED`, and puts an owner's error into the rank's own (`share_of`).
+#: Our parts that differ between ranks (all others are equal), as `Replicator.state` and DeMo's state name them.
+#: For another number of ranks, `share_of` averages `AVERAGED`, and adds an owner's error to the rank's own.
 AVERAGED = ("momentum", "local", "start")
 OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)
-#: The names of all ours in a state of LocalDeMo, where an entry has the inner optimizer's, too, such as a "step".
+#: The names of our parts in LocalDeMo's state, where an entry also has the inner optimizer's parts, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
     "step": "round",
@@ -53,25 +53,25 @@ NAMES_IN_LOCAL = {
     **{name: name for name in (OWNER_ERROR, OWNER_START, SAVED_BY)},
     **{name: name for name in ("global", "local_steps", "transform", "local", "start")},
 }
-_OF_INNER = "demopt.inner."  # before names of the inner optimizer that one of ours has there
+_OF_INNER = "demopt.inner."  # prefix of the inner optimizer's names that one of our parts has there
 
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What a state holds of one parameter. Of one that a LocalDeMo has frozen, it may be `inner` alone."""
+    """A state's part of one parameter. If the parameter is frozen, LocalDeMo's state may hold only `inner`."""
 
-    ours: dict[str, Any]  # of `Replicator.state`; of LocalDeMo also `LocalWeights.to_save`, and the error's transform
-    inner: dict[Any, Any]  # the inner optimizer's; none of DeMo
+    ours: dict[str, Any]  # from `Replicator.state`; for LocalDeMo also `LocalWeights.to_save` and the error's transform
+    inner: dict[Any, Any]  # the inner optimizer's; empty for DeMo
     of_local: bool = True  # whether it is in a state of LocalDeMo
 
     @staticmethod
     def of(entry: Mapping[Any, Any], of_local: bool) -> "SavedParameter":
-        """Reads an entry of a state, one of LocalDeMo if `of_local`, without what torch has added to it."""
+        """Reads an entry of a state, LocalDeMo's if `of_local`, without torch's additions."""
         saved_by = SavedBy.of(entry)
         may_have_gained = saved_by is None or len(entry) > saved_by.entries
-        if may_have_gained:  # a flattened state: an empty dict for each name that only the loading optimizer has
+        if may_have_gained:  # a flattened state gains an empty dict per name that only the loading optimizer has
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
-        if not of_local:  # also what a script has put there
+        if not of_local:  # a script's own entries stay, too
             return SavedParameter(dict(entry), {}, of_local)
         ours = {name: entry[there] for name, there in NAMES_IN_LOCAL.items() if there in entry}
         inner = {}
@@ -88,20 +88,20 @@ class SavedParameter:
         return entry
 
     def shared_entry(self) -> dict[Any, Any]:
-        """Writes what of the entry is equal on all ranks."""
+        """Writes the parts of the entry that are equal on all ranks."""
         return {self.name_in_entry(name): value for name, value in self.ours.items() if name not in OF_ONE_RANK}
 
     def own_entry(self) -> dict[Any, Any]:
-        """Writes the rest, which each rank has for itself."""
+        """Writes the other parts, which each rank has for itself."""
         entry = {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
-            # "momentum" is renamed, too: by that name `entries_of` knows a state of DeMo.
+            # "momentum" is renamed, too, because `entries_of` recognises DeMo's state by that name.
             is_taken = name in (*NAMES_IN_LOCAL.values(), "momentum")
             entry[f"{_OF_INNER}{name}" if is_taken else name] = value
         return entry
 
     def name_in_entry(self, name: str) -> str:
-        """Returns the name that the entry has for a part of ours."""
+        """Returns the entry's name for one of our parts."""
         return NAMES_IN_LOCAL.get(name, name) if self.of_local else name
 
 
@@ -109,22 +109,22 @@ class SavedParameter:
 
 
 def entries_of(state: StateDict) -> dict[Any, SavedParameter]:
-    """Reads the entries of a state by number; their names tell whether it is of LocalDeMo."""
+    """Reads the entries of a state by number; their names tell whether it is LocalDeMo's."""
     entries = state["state"]
     names = {name for entry in entries.values() for name in entry}
-    of_demo = "momentum" in names and "global" not in names  # of old files an inner optimizer may have a "momentum"
+    of_demo = "momentum" in names and "global" not in names  # in old files an inner optimizer may have a "momentum"
     return {number: SavedParameter.of(entry, of_local=not of_demo) for number, entry in entries.items()}
 
 
 def load_file(file: BinaryIO) -> StateDict:
     """Returns the state in a file of `torch.save`, without running code. ValueError: it is damaged, or another file."""
     try:
-        # torch reads past wrong checksums, and writes none if it is told so
+        # torch ignores wrong checksums, and can be told to write none
         if torch.serialization.get_crc32_options() and (broken := zipfile.ZipFile(file).testzip()):
             raise ValueError(f"{broken} in it is damaged")
         file.seek(0)
         state: StateDict = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of zip, pickle or torch: none is documented
+    except Exception as error:  # from zip, pickle or torch, which document none
         raise ValueError(first_line(error)) from None
     return state
 
@@ -145,9 +145,9 @@ def _is_group(group: Any) -> bool:
 
 
 def read_state(state: StateDict, groups: Sequence[Any], of_local: bool) -> list[tuple[Any, SavedParameter]]:
-    """Returns what the state of an optimizer, a LocalDeMo if `of_local`, has of each parameter, with its number there.
+    """Returns each parameter's number in an optimizer's state (LocalDeMo's if `of_local`) and its `SavedParameter`.
 
-    ValueError unless it has the optimizer's groups, each with as many parameters.
+    ValueError unless the state has as many groups as the optimizer, each with as many parameters.
     """
     if "param_groups" not in state:  # such as a whole checkpoint, or a model's state
         has = ", ".join(map(str, [*state][:3])) or "nothing"
@@ -166,10 +166,10 @@ def check_saved(
     rank_and_size: tuple[int, int],
     of_local: bool,
 ) -> dict[Tensor, SavedParameter]:
-    """Returns what `read_state` found, by parameter: all of it is checked, so that loading changes nothing or succeeds.
+    """Checks the result of `read_state`, so that loading changes nothing or succeeds; returns it by parameter.
 
-    `settings_of` are those that the parameters will have, in the order of `numbered`. Parameters of which the state has
-    nothing are left out; warns if they train, and if the state is not this rank's own.
+    `settings_of` are the parameters' settings after loading, in the order of `numbered`. Parameters that the state
+    lacks are left out, with a warning if they train. Warns, too, if the state is not this rank's own.
 
     Raises:
         ValueError: another optimizer saved it, or it is of another model, or damaged.
@@ -178,7 +178,7 @@ def check_saved(
     found = any("global" in saved.ours if of_local else saved.ours for _, saved in numbered)
     if not found and any(parameter.requires_grad for parameter in settings_of):
         lacks = "global weights and error" if of_local else "momentum"
-        is_of_torch = of_local and not any(SAVED_BY in saved.ours for _, saved in numbered)  # which DeMo's has
+        is_of_torch = of_local and not any(SAVED_BY in saved.ours for _, saved in numbered)  # DeMo's state has marks
         inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if is_of_torch else ""
         raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
     for (parameter, settings), (number, saved) in zip(settings_of.items(), numbered, strict=True):
@@ -224,7 +224,7 @@ def _check_counts(saved: SavedParameter, number: int) -> None:
 def _check_weights(ours: Mapping[str, Any], parameter: Tensor, transform: str, number: int) -> None:
     """Raises ValueError unless a LocalDeMo's error is of this transform, and its weights fit the parameter.
 
-    Local weights need not be finite: their rank drops its steps since the start (`LocalWeights.follow`).
+    Local weights need not be finite: if not, their rank drops its steps since the start (`LocalWeights.follow`).
     """
     saved = int(ours.get("transform", TRANSFORM_NUMBERS[transform]))
     if saved != TRANSFORM_NUMBERS[transform]:
@@ -242,7 +242,7 @@ def _check_weights(ours: Mapping[str, Any], parameter: Tensor, transform: str, n
 
 
 def _shape_of(value: Any) -> list[int] | str:
-    """Returns the shape of a tensor of real floats; of anything else its type."""
+    """Returns the shape of a tensor of real floats; for anything else, its type."""
     if not isinstance(value, Tensor):
         return "none" if value is None else f"a {type(value).__name__}"
     local = to_local(value)  # of a DTensor this process's part
@@ -256,7 +256,7 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
     cut = chunking(tuple(to_local(parameter).shape), settings.chunk, settings.chunking)
     length = math.prod(cut.chunk_shape)
     entry, where = saved.ours, f"the state of parameter {number}"
-    rules_state = [name for name in RULE_STATE if name in entry]  # also of rules of before, if it is frozen
+    rules_state = [name for name in RULE_STATE if name in entry]  # of a frozen parameter, also former rules' state
     for name in ("momentum", *rules_state):
         expected = [cut.chunks, 1 if name in RULE_WEIGHTS else length]
         if (came := _shape_of(entry.get(name))) != expected:
@@ -275,7 +275,7 @@ def _check_replicator(saved: SavedParameter, parameter: Tensor, settings: Hyperp
 
 
 def _check_owner(ours: Mapping[str, Any], chunks: int, length: int, where: str) -> None:
-    """Raises ValueError unless an owner's error is of some of a parameter's chunks."""
+    """Raises ValueError unless an owner's error covers a range of the parameter's chunks."""
     came, start = _shape_of(ours[OWNER_ERROR]), int(ours.get(OWNER_START, -1))
     if len(came) != 2 or came[1] != length or not 0 <= start <= chunks - int(came[0]):
         raise ValueError(
@@ -288,7 +288,7 @@ def _check_owner(ours: Mapping[str, Any], chunks: int, length: int, where: str) 
 
 
 def _warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world_size: int) -> None:
-    """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
+    """Warns if the parameters' states are another rank's or a mixture, have no mark, or lost entries on the way."""
     marked = [(parameter, saved, mark) for parameter, saved in saved_of.items() if (mark := SavedBy.of(saved.ours))]
     savers = {(mark.rank, mark.world_size) for *_, mark in marked}
     is_own = all(mark == SavedBy(rank, world_size, *shard_of(p), mark.entries) for p, _, mark in marked)
@@ -319,7 +319,7 @@ def unmarked(state: StateDict) -> StateDict:
 
 
 def savers_of(state: StateDict) -> list[SavedBy]:
-    """Returns which rank has saved each of a state's parameters, in their order, where that is marked."""
+    """Returns the marks of a state's parameters, which tell the rank that saved each, without the unmarked ones."""
     return [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
 
 
@@ -329,12 +329,12 @@ def savers_of(state: StateDict) -> list[SavedBy]:
 def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, StateDict] | None:
     """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; on other ranks None.
 
-    All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
-    `weights_only`, so no code travels. The cost is then in the replicator's stats.
+    All ranks call it together. They send the bytes of `torch.save` in pieces. `torch.load` reads them with
+    `weights_only`, so no code travels. Afterwards the replicator's stats hold the cost.
 
     Raises:
-        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. SettingsError:
-            ranks, or nodes, are at different rounds. MessageError: the data of a rank is damaged.
+        ValueError: there is no rank `to`. TypeError: an inner optimizer has state that cannot be consolidated.
+            SettingsError: ranks, or nodes, are at different rounds. MessageError: the data of a rank is damaged.
     """
     exchange, wiring = replicator.session.exchange, replicator.wiring()
     check_rank("to", to, exchange.world_size)
@@ -374,13 +374,13 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
 
 
 def _own_entries(state: StateDict) -> StateDict:
-    """Returns a rank's own entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
+    """Returns a rank's own entries on the CPU; TypeError for a value other than plain tensor, number, text or None."""
     own = {number: saved.own_entry() for number, saved in entries_of(state).items()}
     for number in own:
         for name, value in own[number].items():
-            if isinstance(value, Tensor) and not is_made_of_others(value):  # but maybe of the parameter's own class
+            if isinstance(value, Tensor) and not is_made_of_others(value):  # possibly of the parameter's own class
                 plain = value.detach().as_subclass(Tensor)
-                own[number][name] = plain.cpu().clone()  # a view would be saved with all that it looks at
+                own[number][name] = plain.cpu().clone()  # of a view, torch.save would write the whole storage
             elif not (value is None or isinstance(value, bool | int | float | str)):
                 raise TypeError(
                     f"the state of parameter {number} holds {name}, a {type(value).__name__}, which cannot be "
@@ -390,13 +390,13 @@ def _own_entries(state: StateDict) -> StateDict:
 
 
 def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: shared entries of `mine`; in "ranks" each rank's own ones, by rank."""
+    """Returns a consolidated state: the shared entries of `mine` and, by rank under "ranks", each rank's own."""
     shared = {number: saved.shared_entry() for number, saved in entries_of(mine).items()}
     return {**mine, "state": shared, RANKS: states}
 
 
 def _is_shared_alone(state: StateDict) -> bool:
-    """Whether a state has the shared entries of a consolidated one, and nothing of a rank."""
+    """Whether a state has only the shared entries of a consolidated one, and no rank's own."""
     names = {name for entry in state.get("state", {}).values() for name in entry}
     has_settings = any("momentum_decay" in group for group in state.get("param_groups", ()))  # of DeMo
     is_of_demo = has_settings and {"step"} <= names <= {"step", *RULE_STATE}
@@ -409,7 +409,7 @@ def _is_shared_alone(state: StateDict) -> bool:
 def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
 
-    ValueError if a rank's part is missing, TypeError if one has no such form.
+    ValueError if a rank's part is missing, TypeError if a part does not have the form of a state.
     """
     parts = state.get(RANKS, {})
     if not (isinstance(parts, Mapping) and all(isinstance(each, int) for each in parts)):
@@ -425,14 +425,14 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
         check_form(part)
     states = separated(state)
     old_size = max((mark.world_size for each in states.values() for mark in savers_of(each)), default=len(states))
-    most = min(old_size, len(states) + 1)  # of so many one is missing, if a damaged mark names any number
+    most = min(old_size, len(states) + 1)  # among these one is missing, even if a damaged mark names a huge number
     if missing := [str(old) for old in range(most) if old not in states]:
         raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     return part_or_share(states, rank, world_size, old_size)
 
 
 def separated(state: StateDict) -> dict[int, StateDict]:
-    """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
+    """Undoes `consolidated`: returns all ranks' states, by rank; none if the state is one rank's."""
     shared, rest = state.get("state", {}), {name: value for name, value in state.items() if name != RANKS}
     return {
         rank: {**rest, "state": {n: {**shared.get(n, {}), **own.get(n, {})} for n in {**shared, **own}}}
@@ -443,11 +443,11 @@ def separated(state: StateDict) -> dict[int, StateDict]:
 def part_or_share(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
     """Returns a rank's part of the states of `old_size` ranks: its own, or, among more or fewer, its share.
 
-    Of a share, rank 0 warns. `states`, by rank, need only be those that the rank takes over from.
+    For a share, rank 0 warns. `states`, by rank, need only hold the old ranks that this rank takes over from.
     """
     if old_size == world_size:
         return states[rank]
-    if rank == 0:  # the same on all ranks
+    if rank == 0:  # all ranks would say the same
         warn(
             f"the state was saved by {old_size} ranks, and there are {world_size} now: each takes over its share of "
             "the unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
@@ -459,7 +459,7 @@ def part_or_share(states: Mapping[int, StateDict], rank: int, world_size: int, o
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
-    """Returns the states that `world_size` ranks load, from those that other ranks saved, in the order of the ranks.
+    """Returns the states that `world_size` ranks load, made of those that all old ranks saved; both in rank order.
 
     For `DeMo` and `LocalDeMo`; it does not cover the parameters. The mean over the ranks of their unsent part stays the
     same, so no gradient is lost or counted twice (docs/checkpoints.md). Tensors may be shared with `states`.
@@ -509,9 +509,9 @@ def _model_and_round(state: StateDict) -> dict[Any, Any]:
 
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_size: int) -> StateDict:
-    """Returns the state of one new rank from those of the old ranks in `overlaps`, by rank.
+    """Returns one new rank's state, made of the states, by rank, of the old ranks in `overlaps`.
 
-    For `reshard` they may be as many as the new ones.
+    `reshard` may call it with as many new ranks as old ones.
     """
     shares = overlaps(rank, world_size, old_size)
     largest = max(shares, key=lambda old: shares[old])  # the first, if several have it
@@ -538,7 +538,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
 
 def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
     """Returns which of `old_size` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
-    begin, end = rank * old_size, (rank + 1) * old_size  # of its interval, where that of an old rank is world_size long
+    begin, end = rank * old_size, (rank + 1) * old_size  # its interval, in units where an old rank's is world_size long
     olds = range(begin // world_size, -(-end // world_size))
     return {old: Fraction(min(end, (old + 1) * world_size) - max(begin, old * world_size), old_size) for old in olds}
 
@@ -546,7 +546,7 @@ def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
 def _check_addable(old: Iterable[SavedParameter]) -> None:
     """Raises ValueError unless the old ranks' parts of a parameter are dense, and of one shape.
 
-    Sums come before `check_saved`. torch trusts the indices of a sparse tensor, and an expanded one has any size.
+    The sums come before `check_saved`. torch trusts a sparse tensor's indices, and an expanded one can have any size.
     """
     shapes: dict[bool, Any] = {}  # of the momenta, and of all weights
     for saved in old:
@@ -574,9 +574,9 @@ def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
 
 
 def _part_of(ours: Mapping[str, Any], name: str) -> Any:
-    """Returns a part of `AVERAGED`; a state has left out local weights, and their start, that are the global ones.
+    """Returns a part of `AVERAGED`; local weights and starts that the state left out equal the global weights.
 
-    Local weights that are not finite count as their start: in the mean they would spoil those of others.
+    Local weights that are not finite count as their start: otherwise they would spoil the other ranks' in the mean.
     """
     if name == "local" and "local" in ours and not bool(ours["local"].isfinite().all()):
         name = "start"

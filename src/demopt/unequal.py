@@ -1,4 +1,4 @@
-"""Unequal machines: batches by measured speed, so that all workers need equally long for a step."""
+"""Unequal machines: batches by measured speed, so that all workers take equally long per step."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,11 @@ def fit_batches(
     """Returns each worker's sequences per step: whole numbers in proportion to the speeds, `total` together.
 
     Every worker gets at least one, so with more workers than `total` the sum is their number. Weigh each worker's
-    pseudo-gradient by its sequences (`LocalDeMo.samples`). The result depends on the arguments alone, so workers that
+    pseudo-gradient by its sequences (`LocalDeMo.samples`). The result depends only on the arguments, so workers that
     know the same speeds need not agree on it.
 
     Args:
-        speeds: sequences per second while computing, by worker; 0 for one that is not measured yet, which counts as
+        speeds: each worker's sequences per second while computing; 0 for a worker not measured yet, which counts as
             the mean of the others.
         before: the batches until now. They stay while the slowest step is at most `tolerance` slower than it would be
             with new ones, so that noise in the speeds changes nothing.
@@ -42,7 +42,7 @@ def fit_batches(
     filled = {worker: speed or mean for worker, speed in speeds.items()}
     beyond_one, whole = total - len(filled), sum(filled.values())
     found = {worker: max(1, int(beyond_one * (speed / whole))) for worker, speed in filled.items()}
-    for _ in range(total - sum(found.values())):  # of what is left, the next sequence goes where it is done first
+    for _ in range(total - sum(found.values())):  # each remaining sequence goes where it would be done first
         quickest = min(filled, key=lambda w: ((found[w] + 1) / filled[w], type(w).__name__, w))
         found[quickest] += 1
     if before and before.keys() == found.keys() and sum(before.values()) == sum(found.values()):

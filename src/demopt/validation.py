@@ -53,7 +53,7 @@ def check_count(name: str, value: Any, low: int = 1, high: int | None = None) ->
 
 
 def check_yes_or_no(name: str, value: Any) -> bool:
-    """Returns a bool; TypeError if it is none."""
+    """Returns the value; TypeError if it is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; give True or False")
     return value
@@ -83,7 +83,7 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 
 def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Returns the first name whose values differ, and both values, "nothing" for none; None: all are equal."""
+    """Returns the first name whose values differ, and both ("nothing" for an absent one); None if all are equal."""
     for name in {**one, **other}:
         if one.get(name, "nothing") != other.get(name, "nothing"):
             return name, one.get(name, "nothing"), other.get(name, "nothing")

@@ -1,8 +1,8 @@
 """Chunk groups: parameters with equal chunks and settings share one momentum buffer, processed block by block.
 
-A block has whole grid rows of its parameters' chunks. All its parameters are copied in a few operations, because an
-accelerator pays for each: they are joined end to end; a table of places then puts each line, one row of one chunk,
-where the chunks have it.
+A block has whole grid rows of its parameters' chunks. A few operations copy all its parameters, because an accelerator
+pays for each operation: they are joined end to end; then a table of places moves each line (one row of one chunk) to
+its place in the chunks.
 
 Shapes: R, S rows and columns of a parameter's matrix; h of its rows in a block; F lines of c elements of all
 parameters in a block; C chunks of r lines, N = r c; K kept.
@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows h of the parameter's matrix, and columns; those that pad the last chunks are among the columns."""
+        """Rows h of the parameter's matrix, and columns, including those that pad the last chunks."""
         cut = self.of.chunking
         r, c = cut.chunk_shape
         return min(self.last * r, cut.matrix[0]) - self.first * r, cut.grid[1] * c
@@ -90,7 +90,7 @@ class Block:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor] | None:
-        """The line of the parameters for each line of the chunks, F for zeros, and the reverse; None if in order."""
+        """For each line of the chunks, its line of the parameters (F: zeros), and the reverse; None if in order."""
         r, c = self.pieces[0].of.chunking.chunk_shape
         lines = sum(self._sizes) // c
         sources, begin = torch.full((self.stop - self.start, r), lines, device="cpu"), 0
@@ -109,7 +109,7 @@ class Block:
         return flat.to(device, torch.int32), targets[:-1].to(device, torch.int32)
 
     def read(self, tensors: Tensors, chunks_Crc: Tensor, spare_Crc: Tensor, minus: Tensors | None = None) -> None:
-        """Fills chunks with the pieces' tensors - minus, in the chunks' dtype; None is zeros. Overwrites the spare."""
+        """Fills chunks with the pieces' tensors - minus, in the chunks' dtype; None: zeros. Overwrites the spare."""
         joined, other = (chunks_Crc, spare_Crc) if self._places is None else (spare_Crc, chunks_Crc)
         c = chunks_Crc.shape[-1]
         self._join(tensors, joined, zeros=c if chunks_Crc.numel() > sum(self._sizes) else 0)
@@ -130,7 +130,7 @@ class Block:
         return [part.view(piece.shape)[:, : piece.of.chunking.matrix[1]] for piece, part in parts]
 
     def _join(self, tensors: Tensors, out_Crc: Tensor, zeros: int = 0) -> None:
-        """Writes the pieces' rows of the tensors end to end, and so many zeros."""
+        """Writes the pieces' rows of the tensors end to end, followed by the given number of zeros."""
         dtype = next((tensor.dtype for tensor in tensors if tensor is not None), out_Crc.dtype)
         zero = constant((0,), dtype, out_Crc.device)
         parts = []
@@ -173,7 +173,7 @@ def blocks_of(parameters: Sequence[ChunkedParameter], most: int, undivided: bool
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The traits that parameters of one chunk group share; `param_group` is the number of theirs."""
+    """The traits that parameters of one chunk group share; `param_group` is their parameter group's number."""
 
     param_group: int
     chunk_shape: tuple[int, int]
@@ -256,9 +256,9 @@ class ChunkGroup:
 def build(
     grouped: Iterable[tuple[int, Tensor]], settings: list[Hyperparameters], kernels: str, before: Iterable[ChunkGroup]
 ) -> list[ChunkGroup]:
-    """Builds the chunk groups of all parameters that train; `grouped`: each after the number of its parameter group.
+    """Builds the chunk groups of all parameters that train; `grouped`: each after its parameter group's number.
 
-    Those of `before` hand over their buffers, so that a round that began with them subtracts from the same momentum.
+    The groups `before` hand over their buffers, so that a round begun with them subtracts from the same momentum.
     """
     by_key: dict[GroupKey, list[ChunkedParameter]] = {}
     for number, (group, parameter) in enumerate(grouped):
@@ -268,7 +268,7 @@ def build(
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             keep, exact = own.keep_count(math.prod(cut.chunk_shape)), own.is_exact(dtype)
             key = GroupKey(group, cut.chunk_shape, keep, own.values, own.transform, dtype, local.device, exact)
-            by_key.setdefault(key, []).append(ChunkedParameter(number, parameter, cut))  # also without chunks
+            by_key.setdefault(key, []).append(ChunkedParameter(number, parameter, cut))  # even if it has no chunks
     old = {_buffers_of(chunk_group.key, chunk_group.parameters): chunk_group for chunk_group in before}
     return [
         ChunkGroup(key, settings[key.param_group], mine, kernels, old.get(_buffers_of(key, mine)))

@@ -1,4 +1,4 @@
-"""Gradients as the codec takes them: local parts of DTensors, checked; their loss scale; checks of parameters."""
+"""Gradients for the codec: the local parts of DTensors, checks, the loss scale; checks of parameters."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +16,7 @@ _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 
 
 
 def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the inverse of GradScaler's factor, if any: NaN if it or a gradient is infinite. Waits for the device."""
+    """Returns the inverse of GradScaler's factor, if any; NaN if it or a gradient is infinite. Waits for the device."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found is None:
         return None
@@ -27,7 +27,7 @@ def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def remove_scale(gradients: list[Tensor], factor: float) -> None:
-    """Multiplies gradients by `factor`, in place. ValueError for float16, where they become too small again."""
+    """Multiplies gradients by `factor`, in place. ValueError for float16, where the results would underflow."""
     if factor != 1.0 and any(gradient.dtype == torch.float16 for gradient in gradients):
         raise ValueError(
             "GradScaler's factor cannot be removed from float16 gradients without loss: keep the parameters in float32 "
@@ -37,16 +37,16 @@ def remove_scale(gradients: list[Tensor], factor: float) -> None:
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
-    """Removes GradScaler's attributes after a step that failed; it removes them only after one that did not."""
+    """Removes GradScaler's attributes after a failed step; GradScaler itself does so only after a successful one."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns each parameter's gradient, of a DTensor this process's part; None where it has none or does not train.
+    """Returns each parameter's gradient (of a DTensor, this process's part); None where it has none or does not train.
 
     Where backward left a DTensor's gradient with other placements than its parameter's, as SequenceParallel leaves a
-    norm's Partial, it gets these: ranks of a node call this together. TypeError if one is sparse or complex.
+    norm's Partial, it gets the parameter's: a node's ranks call this together. TypeError if one is sparse or complex.
     """
     found: list[Tensor | None] = []
     for number, parameter in enumerate(parameters):
@@ -71,7 +71,7 @@ def _check_kind(which: str, gradient: Tensor) -> None:
 
 
 def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
-    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter."""
+    """Raises ValueError or TypeError unless each parameter has a gradient that fits it, or None."""
     if len(given) != len(parameters):
         raise ValueError(f"got {len(given)} gradients for {len(parameters)} parameters; give None where there is none")
     for name, parameter, gradient in zip(names, parameters, given, strict=True):
@@ -115,9 +115,9 @@ def check_group(group: Any) -> None:
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Raises TypeError unless all are dense, and what trains real floats; ValueError if one is lazy, expanded or twice.
+    """Raises TypeError unless all are dense and all that train real floats; ValueError for a lazy or expanded one.
 
-    ValueError, too, if only some are on the meta device, or two that train share a part of their memory.
+    ValueError, too, if one is listed twice, only some are on the meta device, or two that train overlap in memory.
     """
     seen: set[int] = set()
     for parameter in parameters:
@@ -143,7 +143,7 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         if id(parameter) in seen:
             raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
         seen.add(id(parameter))
-    if len({parameter.is_meta for parameter in parameters}) > 1:  # of all, `demopt plan` computes the costs
+    if len({parameter.is_meta for parameter in parameters}) > 1:  # all may be there, as for `demopt plan`
         raise ValueError("some parameters are on the meta device: give them to the optimizer after model.to_empty()")
     check_apart(parameters)
 
@@ -151,7 +151,7 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
 def check_apart(parameters: Iterable[Tensor]) -> None:
     """Raises ValueError if two parameters that train share an element, as views of one buffer may.
 
-    Not if they are the same view, as of weights that are tied by their data: these move together.
+    The same view twice is allowed, as of weights that are tied by their data: the two move together.
     """
     placed = []
     for parameter in parameters:
@@ -164,7 +164,7 @@ def check_apart(parameters: Iterable[Tensor]) -> None:
     for number, (device, first, end, local) in enumerate(placed):
         near = [each for each in placed[begin:number] if each[0] == device and each[2] > first]
         begin = begin if near else number
-        for _, start, other_end, other in near:  # their spans overlap, as also those of a buffer's columns do
+        for _, start, other_end, other in near:  # their spans overlap, as do even those of a buffer's columns
             if other.dtype == local.dtype and other.is_set_to(local):
                 continue
             marked = torch.zeros(max(end, other_end) - start, dtype=torch.bool, device="cpu")
@@ -178,7 +178,7 @@ def check_apart(parameters: Iterable[Tensor]) -> None:
 
 
 def _bytes_of(tensor: Tensor, memory: Tensor, start: int) -> Tensor:
-    """Returns the part of `memory`, of one element per byte, where a tensor lies that begins at `start`."""
+    """Returns the elements of `memory`, one per byte, that a tensor with its first byte at `start` occupies."""
     size = tensor.element_size()
     return memory.as_strided((*tensor.shape, size), (*(size * by for by in tensor.stride()), 1), start)
 

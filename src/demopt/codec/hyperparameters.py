@@ -17,7 +17,7 @@ from demopt.validation import check_choice, check_count, check_number, check_yes
 from demopt.wire.bits import index_code
 from demopt.wire.quantizers import QUANTIZERS
 
-GRADIENT_SCALES = ("ema", "lr")  # of DeMo; "sum" is of LocalDeMo's error
+GRADIENT_SCALES = ("ema", "lr")  # for DeMo; LocalDeMo's error has "sum"
 
 #: Hyper-parameters that determine the shape or meaning of the momentum, and so cannot change once a group exists.
 FIXED = ("chunk", "transform", "chunking")
@@ -32,7 +32,7 @@ _GONE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How coefficients become a message and an update: the settings that are seldom changed. `top_k` is an argument.
+    """Rarely changed settings of how coefficients become a message and an update; not `top_k`, which optimizers take.
 
     Args:
         chunk: side of the chunks.
@@ -44,8 +44,8 @@ class Codec:
         exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values and
             dtype allow it.
         clip_to_median: bounds the harm of hostile peers: scales down chunks larger than the median rank's, and, with
-            three ranks or more, leaves out messages whose signs do not agree with the others'. None: in a folder, whose
-            workers come uninvited.
+            three ranks or more, leaves out messages whose signs do not agree with the others'. None: only in a folder,
+            where workers come uninvited.
         kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations only). Ranks may differ in it.
 
     Examples:
@@ -71,7 +71,7 @@ class Codec:
 
 
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
-    """Returns a codec with the settings that an optimizer got by their own names; TypeError for other arguments."""
+    """Returns the codec with the settings that an optimizer got as its own arguments; TypeError for unknown ones."""
     names = [entry.name for entry in fields(Codec)]
     for name in given:
         if name not in names:
@@ -125,7 +125,7 @@ class Hyperparameters:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """The values as texts, the same on ranks with equal values: for 1 and 1.0, a rule and its name."""
+        """The values as texts, equal on ranks with equal values: 1 and 1.0 give the same, as do a rule and its name."""
         return {name: repr(getattr(self, name)) for name in NAMES} | {"update": str(self.update)}
 
     def is_exact(self, dtype: torch.dtype) -> bool:
@@ -168,7 +168,7 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
 def without_numpy(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a group with plain numbers for scalars of numpy, which torch does not read with `weights_only`.
 
-    Also for arrays without dimensions, and inside tuples and lists, as `betas` are.
+    Replaces arrays without dimensions, too, and elements of tuples and lists, such as `betas`.
     """
 
     def plainly(value: Any) -> Any:

@@ -4,9 +4,9 @@
 once the round is applied. Until then nothing has left the momentum, so a round that fails loses nothing.
 
 `decompress` does steps 6 to 8: the coefficients of all ranks become an update. On route "owner" the chunks' owner does
-6 (`sum_and_encode`), and every rank `decompress` of its answer. Every rank must compute the same bits here, so sums
+step 6 (`sum_and_encode`), and every rank decompresses its answer. Every rank must compute the same bits here, so sums
 over ranks have a fixed order, or are exact (docs/algorithm.md). A chunk group's `kernel` does steps 1 to 3, its
-`inverter` 6 and 7, its `updater` 6 to 8: one C kernel, or None where torch does them here.
+`inverter` 6 and 7, its `updater` 6 to 8: each is the same C kernel, or None where torch operations do the steps here.
 """
 
 import functools
@@ -27,7 +27,7 @@ from demopt.kernels.step import Tensors
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import sign_planes
 
-_BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
+_BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times their memory
 
 
 class Workspace:
@@ -89,7 +89,7 @@ def subtract_sent(chunk_group: ChunkGroup, sent: Coefficients) -> None:
 
 
 def subtract(chunk_group: ChunkGroup, Z_CN: Tensor, sent: Coefficients, alpha: float = 1.0, decay: float = 1.0) -> None:
-    """Z <- decay (Z - alpha q) for the coefficients of one rank, W = 1; of an owner, Z are the sums of its chunks."""
+    """Z <- decay (Z - alpha q) for the coefficients of one rank, W = 1; an owner's Z is the sums of its chunks."""
     if chunk_group.kernel is not None and chunk_group.section.all_signs:
         kernels.subtract_sent(Z_CN, sent.tensors["signs"], sent.tensors["codes"], alpha, decay)
         return
@@ -105,7 +105,7 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor]:  # [C, K] each
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
-    Block by block, so that all stays in the cache. For signs of all, no positions and a view of the momentum.
+    Block by block, so that all stays in the cache. For signs of all, J is empty and V a view of the momentum.
     """
     everything = chunk_group.section.all_signs
     shape = (0, 0) if everything else (chunk_group.chunks, chunk_group.key.keep)
@@ -130,15 +130,15 @@ def _by_blocks(
 def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number: int, workspace: Workspace) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
-    Block by block: Q and U are never of the whole model. `round_number` seeds the rounding of bfloat16 parameters.
+    Block by block: Q and U never cover the whole model. `round_number` seeds the rounding of bfloat16 parameters.
     """
     settings, rule = chunk_group.settings, chunk_group.rule
-    if settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
+    if settings.clip_to_median:  # momenta lose all that was sent, even the clipped parts
         coefficients = coefficients.with_float64().clipped_to_median().to(chunk_group.key.device)
     if chunk_group.updater is not None:
         parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]
         fit = all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in parameters)
-        if fit and apart(parameters):  # threads write them at the same time: one pass, with the same bits
+        if fit and apart(parameters):  # threads write them at the same time; one pass, the same bits
             factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
             chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), rule.signs_only, factors)
             return
@@ -156,7 +156,7 @@ def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number
 
 
 def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tensor, by_sign: bool) -> None:
-    """Steps 6 and 7: writes U [C, r, c] to the pair's first tensor; `by_sign`: its signs, as units are positive."""
+    """Steps 6 and 7: writes U [C, r, c] to the pair's first tensor; `by_sign`: only signs, as units are positive."""
     (out, spare), bases, settings = pair_2Crc, chunk_group.inverse_bases, chunk_group.settings
     ties = by_sign and chunk_group.key.ties
     if chunk_group.inverter is not None and ties == by_sign:
@@ -185,7 +185,7 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
         part = received.chunks(start, start + chunk_group.block_chunks)
-        # of the pair, signs need no spare
+        # a pair of one tensor: signs need no spare
         units_C = part.aggregate("mean", chunk_group.largest_level, here.unsqueeze(0), by_sign=False)
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
@@ -194,15 +194,15 @@ def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: T
 
 
 def update_parameters(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int) -> None:
-    """Step 8 after phi, the pair's first tensor: X <- X - lr wd X - lr phi, a block's part. Overwrites both tensors."""
+    """Step 8 for a block, X <- X - lr wd X - lr phi, where phi is the pair's first tensor. Overwrites both tensors."""
     lr, decay = chunk_group.settings.lr, 1 - chunk_group.settings.lr * chunk_group.settings.weight_decay
     direction_Crc, factor = pair_2Crc[0], -lr
-    if not (chunk_group.rule.signs_only or abs(lr) == 1):  # fused with the addition, some hardware would round once
+    if not (chunk_group.rule.signs_only or abs(lr) == 1):  # some hardware fuses it with the addition and rounds once
         direction_Crc.mul_(factor)
         factor = 1.0
     targets = [piece.rows(to_local(piece.of.parameter.detach())) for piece in block.pieces]
     dtypes = {target.dtype for target in targets}
-    for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # whose rounding changes the directions
+    for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # last: its rounding changes the directions
         if dtype == torch.bfloat16:
             _add_and_round(block, pair_2Crc, (decay, factor), round_number)
         written = zip(targets, block.write(*pair_2Crc), strict=True)
@@ -233,7 +233,7 @@ def _add_and_round(block: Block, pair_2Crc: Tensor, factors: Factors, round_numb
 
 
 def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, round_number: int) -> None:
-    """Step 8 for rules of whole matrices, on an accelerator in batches of one shape. Of the pair, the first is U."""
+    """Step 8 for rules of whole matrices, on an accelerator in batches of one shape. The pair's first tensor is U."""
     settings = chunk_group.settings
     decay = 1 - settings.lr * settings.weight_decay
     batches: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
@@ -241,7 +241,7 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
         number, parameter = piece.of.number, piece.of.parameter
         local = to_local(parameter.detach())
         U = part.reshape(local.shape)
-        if U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
+        if U.is_cpu or parameter.dtype != U.dtype:  # a narrower parameter is rounded on its own
             each = [settings.update(matrix, matrix.new_empty(0), {}) for matrix in U.view(-1, *U.shape[-2:])]
             phi = torch.stack(each).view_as(U) if each else U
             decay_and_add(local, phi.mul(-settings.lr), decay, (round_number, number))
@@ -261,7 +261,7 @@ def _update_matrices(chunk_group: ChunkGroup, block: Block, pair_2Crc: Tensor, r
 
 
 def _received(chunk_group: ChunkGroup, sent: Coefficients) -> kernels.Received:
-    """Returns integers as kernels take them."""
+    """Returns decoded integers in the form that kernels take."""
     tensors, level = sent.tensors, chunk_group.largest_level or 0
     if chunk_group.section.all_signs:
         return kernels.received_signs(tensors["signs"], tensors["codes"], exact.weights_of(sent.samples))

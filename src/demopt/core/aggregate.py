@@ -25,7 +25,7 @@ def aggregate(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN:
     if reduction == "mean":  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
         out_CN.div_(constant((world_size,), out_CN.dtype, out_CN.device))
         return
-    # Only at positions that a rank sent: ranks that sent the same one write the same quotient.
+    # Divides only at positions that a rank sent; ranks that sent the same one write the same quotient.
     senders_CN, one = spare_CN.zero_(), out_CN.new_ones(())
     for positions_CK in positions_WCK:
         senders_CN.scatter_add_(1, positions_CK, one.expand(positions_CK.shape))
@@ -48,11 +48,11 @@ def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str,
         flat.div_(constant((world_size,), flat.dtype, device))
     elif counted:
         sums, divisors = flat.gather(0, flat_places.flatten()).view(2, -1)
-        flat.scatter_(0, flat_places[0], sums.div_(divisors))  # twice the same, where several sent a position
+        flat.scatter_(0, flat_places[0], sums.div_(divisors))  # ranks with the same position write the same
 
 
 def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:
-    """Writes the weighted mean over the ranks of all coefficients to `out_CN`; ranks are added in order."""
+    """Writes the weighted mean of all coefficients over the ranks to `out_CN`; ranks are added in order."""
     out_CN.zero_()
     for values_CN, weight in zip(values_WCN, weights, strict=True):
         out_CN.add_(values_CN.to(out_CN.dtype).mul_(weight))

@@ -1,8 +1,8 @@
 """The ranks whose messages a round trusts: their signs agree with the others', counted in whole numbers.
 
 Gradients of one model at one point have something in common, so an honest message agrees with the other honest ones
-more often than not, however noisy it is. One that was made to do harm, whatever it looks like, points the other way:
-harm is disagreement. It is counted over whole messages, because a single chunk tells too little.
+more often than not, however noisy it is. A message made to do harm, whatever it looks like, points the other way: harm
+is disagreement. It is counted over whole messages, because a single chunk tells too little.
 """
 
 import torch
@@ -15,12 +15,12 @@ _SURE = 8  # standard deviations of chance that the usual agreement must exceed
 def trusted(agreement_2WW: Tensor) -> list[int]:
     """Returns the ranks whose messages agree with the others' at least half as much as is usual, ascending.
 
-    `agreement_2WW` [0, w, v] (int64) is the number of coefficients in which the signs of w are those of v, minus those
-    in which they are not, each times the weight, up to `FULL`, with which w's would count; [1, w, v]: how many both
+    `agreement_2WW` [0, w, v] (int64) is the number of coefficients in which w and v have equal signs, minus the number
+    in which they do not, each times the weight of w's coefficient, up to `FULL`; [1, w, v] is the number that both
     have. All ranks are trusted if there are fewer than three, or if the usual agreement may be chance.
 
-    Two counts. First each rank is as good as its friend number W // 2: a minority cannot lift itself by agreeing with
-    itself. Then the sum over those that are left, which is the harm itself: a rank cannot please two, fight the rest.
+    There are two scores: a rank's agreement with its friend number W // 2, which no minority can lift by agreeing with
+    itself; then its sum over the ranks left, which is the harm itself: a rank cannot please two and fight the rest.
     """
     table, ranks = agreement_2WW[0].tolist(), list(range(agreement_2WW.shape[1]))
     if len(ranks) < 3:

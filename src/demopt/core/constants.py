@@ -13,7 +13,7 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 @functools.lru_cache(maxsize=256)
 def places(count: int, dtype: torch.dtype, device: torch.device, step: int = 1) -> Tensor:
-    """Returns the numbers 0, `step`, 2 `step`, ..., `count` of them: to shift by, or where equal parts begin."""
+    """Returns the numbers 0, `step`, 2 `step`, ..., `count` of them: shifts, or the starts of equal parts."""
     return (torch.arange(count, device="cpu") * step).to(dtype).to(device)
 
 

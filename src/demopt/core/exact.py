@@ -18,12 +18,12 @@ from demopt.core.transform import Bases, basis, times_rows
 
 _EXACT = 1 << 24  # float32 represents every integer up to this
 _BASIS_LIMIT = 127  # largest entry of an integer basis
-_TIE = 1e-9  # float64 cosines of two machines differ by far less, entries that are no halves are further from one
+_TIE = 1e-9  # two machines' float64 cosines differ by far less; entries other than halves are further from a half
 _OPERAND_BITS = 11  # of operands of products: exact even where hardware multiplies float32 as TF32
 MANTISSA_BITS = 4  # of the code of a scale; the bits above are the exponent
 EXPONENT_BITS = 8
 _GUARD_BITS = 3  # extra low bits when scales are aligned to the largest exponent
-_LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums of signs are then exact with all of them
+_LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums of signs are exact with all guard bits
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,7 +57,7 @@ def aggregate_integers(
     by_sign: bool,
     top_C: Tensor | None,
 ) -> Tensor | None:
-    """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`; None `by_sign`.
+    """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`; `by_sign`: None.
 
     `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `top_C` their
     `largest_exponents`, if known; `pair_2CN` (float32) is `out`, and a spare. A chunk's scales are aligned to their
@@ -83,7 +83,7 @@ def aggregate_signs(
     if set(weights) != {1}:
         aligned_WC = aligned_WC * constant(weights, aligned_WC.dtype, aligned_WC.device).unsqueeze(-1)
     positive_WC1 = aligned_WC.unsqueeze(-1)
-    negative_WC1 = 0 - positive_WC1  # so that zero stays without a sign
+    negative_WC1 = 0 - positive_WC1  # not -x, which would give zero a sign
     for rank, is_negative_CN in enumerate(negative_WCN):
         if rank == 0:
             torch.where(is_negative_CN, negative_WC1[0], positive_WC1[0], out=out_CN)
@@ -98,7 +98,7 @@ def aggregate_signs(
 def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ranks' weights in a mean: whole numbers, in the ratio of their samples, with an exact sum.
 
-    Where the ratio takes larger numbers than that allows, weights are rounded, but to 1 at least.
+    Where an exact sum does not allow the ratio's numbers, weights are halved and rounded down, but to 1 at least.
 
     Examples:
         >>> weights_of((8, 8, 8, 8)), weights_of((32, 48)), weights_of((1, 10**6))
@@ -140,7 +140,7 @@ def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def guard_bits(world_size: int, largest_level: int) -> int:
-    """Returns the bits below a mantissa, at most 3, with which sums of all ranks are exact; ValueError if none are."""
+    """Returns the bits below a mantissa, at most 3, that keep sums of all ranks exact; ValueError if even 0 do not."""
     spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
         raise ValueError(f"exact sums of {world_size} ranks at levels to {largest_level} do not fit; use exact=False")
@@ -148,17 +148,17 @@ def guard_bits(world_size: int, largest_level: int) -> int:
 
 
 def inverse(chunks_Crc: Tensor, bases: Bases, spare_Crc: Tensor, positive_zeros: bool = False) -> list[Tensor]:
-    """Computes A^T Z B in place for integer bases; returns units [C] whose product is that of the integers.
+    """Computes A^T Z B in place for integer bases; returns units [C] whose product is the integers' unit.
 
     Before each of the two passes the chunk is scaled by a power of two and rounded, so that no sum can exceed 2**24.
-    The bases' own units are not among them. `positive_zeros`: no zero has a sign, as after adding +0.
+    The units leave out the bases' own. `positive_zeros`: no zero is negative, as after adding +0.
     """
     count, r, c = chunks_Crc.shape
     units = [_shrink(chunks_Crc, r)] if r > 1 else []
     times_rows(chunks_Crc, bases[0].T, spare_Crc)
     units.append(_shrink(spare_Crc, c))
     flat, out = spare_Crc.view(count * r, c), chunks_Crc.view(count * r, c)
-    if positive_zeros and not out.is_cpu:  # a GPU adds a vector in the product itself
+    if positive_zeros and not out.is_cpu:  # a GPU adds a vector within the product
         torch.addmm(constant((0.0,) * c, out.dtype, out.device), flat, bases[1], out=out)
     else:
         torch.mm(flat, bases[1], out=out)
@@ -173,7 +173,7 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
         largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1).abs_()  # -0 has a sign
     else:
         largest_C = torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
-    exponents_C = largest_C.view(torch.int32) >> 23  # as floats hold them, from 0 on
+    exponents_C = largest_C.view(torch.int32) >> 23  # biased, as floats store them
     powers_2C = _powers(operand_bits(terms), exponents_C.device).index_select(1, exponents_C)
     chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
     return powers_2C[1]
@@ -181,7 +181,7 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _powers(bits: int, device: torch.device) -> Tensor:
-    """Returns [2, 256]: 2**(bits - e) and its inverse, by the exponent of floats that are below 2**e."""
+    """Returns [2, 256]: 2**(bits - e) and its inverse, by the biased exponent of floats below 2**e."""
     exponents = torch.arange(256, device="cpu") - 126
     exponents[0] = 0  # of zero
     return torch.stack((_power_of_two(bits - exponents), _power_of_two(exponents - bits))).to(device)

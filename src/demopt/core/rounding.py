@@ -1,7 +1,7 @@
-"""Adds to parameters, and rounds the result once; to bfloat16 up or down, with the probabilities that keep the mean.
+"""Adds to parameters and rounds the result once; to bfloat16 at random, up or down, so that the mean is kept.
 
-Rounded to the nearest, a weight of 1 keeps no change below 2^-9, and so no weight decay with lr x wd below that. The
-noise is made of integers, by round, parameter and place alone: all ranks round in the same way, on any hardware.
+Rounded to nearest, a weight of 1 would lose every change below 2^-9, and so weight decay with lr x wd below that. The
+noise is integers that depend only on round, parameter and place, so all ranks round alike on any hardware.
 """
 
 import functools
@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-_LEVELS = 1 << 16  # float32 numbers for each bfloat16 number; also how many numbers of noise there are
+_LEVELS = 1 << 16  # float32 numbers per bfloat16 number, and the number of noise values
 
 
 def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
     """target <- decay target + direction, in place; a narrower target is rounded once.
 
-    `seed`: the numbers of the round and of a matrix, or a batch of them, that is rounded at random if it is bfloat16.
+    `seed`: the round's number, and that of a matrix or a batch of them, which is rounded at random if it is bfloat16.
     """
     wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
     if decay != 1:
@@ -33,10 +33,10 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[i
 
 
 def to_bfloat16(values_CN: Tensor, round_number: int, spans: Sequence[tuple[int, int, int, int]]) -> None:
-    """Rounds contiguous float32 rows of parameters, in place, to numbers that bfloat16 holds; those stay as they are.
+    """Rounds contiguous float32 rows of parameters, in place, to numbers of bfloat16; such numbers stay unchanged.
 
-    `spans` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first. All
-    take few operations together: an accelerator pays for each.
+    Each of `spans` has its first row, its number of rows, the parameter's number, and its first row in the parameter. A
+    few operations round all spans, because an accelerator pays for each operation.
 
     Examples:
         >>> values = torch.full((2, 1 << 16), 1 + 2.0**-10)  # bfloat16 numbers are 1 and 1 + 2^-7
@@ -52,13 +52,13 @@ def to_bfloat16(values_CN: Tensor, round_number: int, spans: Sequence[tuple[int,
     starts_C = (mixed_C % _LEVELS).to(values_CN.device, non_blocking=True)  # of the noise for each row
     noise, bits = _noise(str(values_CN.device)), values_CN.view(torch.int32)
     for part in bits.split(_LEVELS, dim=1):
-        part += noise.unfold(0, part.shape[1], 1)[starts_C]  # as a whole number, a float grows with its magnitude
+        part += noise.unfold(0, part.shape[1], 1)[starts_C]  # a float's bits, as an integer, grow with its magnitude
     bits.bitwise_and_(-_LEVELS)
 
 
 @functools.lru_cache(maxsize=16)
 def _noise(device: str) -> Tensor:
-    """Returns the numbers [0, 2^16), in an order without pattern, twice over: 2^16 in a row are each of them once."""
+    """Returns the numbers [0, 2^16) in an order without pattern, twice: any 2^16 in a row contain each number once."""
     numbers = torch.arange(_LEVELS, device="cpu")
     for factor, shift in ((0x9E37, 7), (0x6A3D, 9), (0xB531, 8)):  # each odd, so no two numbers become one
         numbers = (numbers + 0x3C6E) * factor % _LEVELS
@@ -67,7 +67,7 @@ def _noise(device: str) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The context of matrix products in the precision of their factors, also where a script steps inside autocast."""
+    """A context in which matrix products have the precision of their factors, even if a script steps in autocast."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 

@@ -23,7 +23,7 @@ from demopt.validation import check_number, suggestion
 #: 1.2: not to 1, but fast. Source: Keller Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, 2024.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-_LARGEST = 1e16  # of an element whose square AdamW averages: an infinite average would never end
+_LARGEST = 1e16  # limit of elements whose squares AdamW averages: an infinite average would stay infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Rule:
     """An update rule with its settings. `str` writes it as parameter groups hold it.
 
     `moments` (shaped like U) and `weights` (one number per chunk, [C, 1, 1]) name the state that it keeps, initially
-    zeros. `whole_matrix`: it needs a parameter's whole matrix, and multiplies matrices, so its bits depend on the
-    hardware, and all ranks need the same. `signs_only`: phi(U) is the sign of U, so the signs of U are all it needs.
+    zeros. `whole_matrix`: it needs a parameter's whole matrix and multiplies matrices, so its bits depend on the
+    hardware, which all ranks need alike. `signs_only`: phi(U) is the sign of U, so it needs only the signs of U.
 
     Raises:
-        ValueError, TypeError: a setting that is no number, or outside its limits: betas in [0, 1), eps >= 1e-30.
+        ValueError, TypeError: a setting is not a number, or outside its limits: betas in [0, 1), eps >= 1e-30.
 
     Examples:
         >>> AdamW.moments, AdamW.weights, Signum.moments
@@ -159,9 +159,9 @@ class AdamW(Rule):
     """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
 
     Not `torch.optim.AdamW`: it has no beta1, since the ranks' momenta are the first moment, and V is the second
-    moment of U, not of the ranks' gradients. w is stored with V, as the sum of V's weights: it then counts the t
-    updates of these chunks alone, without skipped rounds and steps while they were frozen, and needs no power function,
-    which different hardware rounds differently.
+    moment of U, not of the ranks' gradients. w is stored with V, as the sum of V's weights: it then counts only the t
+    updates of these chunks, not skipped rounds or steps while they were frozen, and needs no power function, which
+    different hardware rounds differently.
 
     Source: Kingma and Ba, arXiv 1412.6980; arXiv 2411.19870 v2 leaves the second moment of U open.
 

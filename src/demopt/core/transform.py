@@ -12,7 +12,7 @@ from torch import Tensor
 
 _ROUNDING = 1e-12
 Bases = tuple[Tensor, Tensor]  # for rows, and for columns
-Factors = tuple[float, float]  # on what is there, and on what is added to it
+Factors = tuple[float, float]  # on the present values, and on the added ones
 
 
 def _dct(size: int) -> Tensor:
@@ -27,7 +27,7 @@ TRANSFORMS: dict[str, Callable[[int], Tensor]] = {
     "dct": _dct,
     "identity": lambda size: torch.eye(size, dtype=torch.float64, device="cpu"),
 }
-#: As saved states name them; 1 and 2 were other transforms and are not given again.
+#: The transforms' numbers in saved states; 1 and 2 were other transforms and are not reused.
 TRANSFORM_NUMBERS = {"dct": 0, "identity": 3}
 
 

@@ -1,4 +1,4 @@
-"""demopt in other frameworks: a module each, which imports its framework alone. Recipes: docs/integrations.md."""
+"""demopt in other frameworks: one module each, which imports only its framework. Recipes: docs/integrations.md."""
 
 from typing import Any
 

@@ -17,10 +17,10 @@ _registered: WeakKeyDictionary[Accelerator, WeakKeyDictionary[Any, list[dict[str
 
 
 def register(accelerator: Accelerator, optimizer: Any) -> Any:
-    """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo, and returns that.
+    """Makes the Accelerator save and load all ranks' states of the DeMo or LocalDeMo in `optimizer`; returns that one.
 
-    Call it after `accelerator.prepare`, with its wrapper or the plain optimizer, on all ranks, and `demopt.unsync` on
-    the prepared model, which is wrapped in DistributedDataParallel:
+    Call it on all ranks after `accelerator.prepare`, with its wrapper or the plain optimizer. Call `demopt.unsync` on
+    the prepared model, which DistributedDataParallel wraps:
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         demopt.unsync(model)
@@ -31,7 +31,7 @@ def register(accelerator: Accelerator, optimizer: Any) -> Any:
     Each rank writes a file of its own into the folder, and nothing travels; nodes without a shared folder each keep
     their part of the checkpoint. The model is saved with the global weights.
 
-    TypeError if the optimizer is another one, ValueError if it was not prepared.
+    TypeError if the optimizer is of another class, ValueError if it was not prepared.
     """
     plain = require_demo(optimizer, "after demopt.unsync", "without DeMo, leave out demopt.unsync and register")
     if not any(plain is unwrapped(each) for each in accelerator._optimizers):
@@ -54,7 +54,7 @@ def _cover(accelerator: Accelerator) -> None:
     """Makes `save_state` and `load_state` cover the registered optimizers that the Accelerator still has."""
     save_state, load_state = accelerator.save_state, accelerator.load_state
 
-    def listed() -> list[Any]:  # without those of an attempt before, as after `free_memory`
+    def listed() -> list[Any]:  # without those of an earlier attempt, as after `free_memory`
         prepared = [*map(unwrapped, accelerator._optimizers)]
         return [plain for plain in _registered[accelerator] if any(plain is each for each in prepared)]
 
@@ -80,10 +80,10 @@ def _cover(accelerator: Accelerator) -> None:
             load_state(*args, **kwargs)
         finally:
             for found in _registered[accelerator].values():
-                found.clear()  # it may have failed before the optimizer's turn, and then another state may be loaded
+                found.clear()  # loading may fail before the optimizer's turn: its next load must not get this state
 
     def load(*given: Any) -> None:
-        for number, plain in enumerate(listed()):  # which loads it in place of rank 0's
+        for number, plain in enumerate(listed()):  # it loads this state in place of rank 0's
             _registered[accelerator][plain][:] = _own(given[-1], number, *plain.replicator.rank_and_size)
 
     accelerator.save_state, accelerator.load_state = save_state_of_all, load_state_of_all
@@ -97,7 +97,7 @@ def _name(number: int | str, rank: int | str, world_size: int | str) -> str:
 
 
 def _own(folder: str, number: int, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Returns this rank's state from the files; its share, if other ranks saved them. ValueError if one is missing."""
+    """Returns this rank's state, or its share if more or fewer ranks saved the files; ValueError if one is missing."""
     files = list(Path(folder).glob(_name(number, "*", "*")))
     if not files:
         return []

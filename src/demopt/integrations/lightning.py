@@ -38,10 +38,10 @@ class DeMoStrategy(DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared = ExitStack()  # holds `shared()` open during an evaluation
-        self._of_fit = ExitStack()  # takes back what a fit has changed in its Trainer
+        self._of_fit = ExitStack()  # undoes a fit's changes to its Trainer
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Creates the optimizers, and refuses those that would leave ranks to drift apart."""
+        """Creates the optimizers, and refuses those that would let the ranks drift apart."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             require_demo(optimizer, "with DeMoStrategy", 'use strategy="ddp", or return a DeMo or LocalDeMo')
@@ -58,10 +58,10 @@ class DeMoStrategy(DDPStrategy):
             self._of_fit.callback(trainer.callbacks.remove, last)
 
     def _make_clip(self, precision: MixedPrecision) -> None:
-        """Makes it clip gradients of optimizers that GradScaler lets unscale them in their step, which it refuses.
+        """Makes `precision` clip for optimizers that GradScaler lets unscale gradients in their step, which it refuses.
 
-        Before a step by hand it refuses float16 as before: one optimizer's step makes GradScaler forget what it has
-        unscaled for another.
+        In manual optimization it still refuses float16: one optimizer's step makes GradScaler forget that it has
+        unscaled another's gradients.
         """
         refusing = precision.clip_gradients
 
@@ -106,7 +106,7 @@ class DeMoStrategy(DDPStrategy):
             return copy.deepcopy(found) if self._local_demos else found  # local weights come back into the tensors
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As in Lightning, with the model where the optimizer is: after training it is on the host."""
+        """As in Lightning, with the model on the optimizer's device: after training the model is on the host."""
         module, device = self.lightning_module, self.lightning_module.device
         if device != self.root_device:
             module.to(self.root_device)
@@ -118,13 +118,13 @@ class DeMoStrategy(DDPStrategy):
                 module.to(device)
 
     def teardown(self) -> None:
-        """Ends what a fit has begun, also if it failed."""
+        """Undoes a fit's changes, even if it failed."""
         self._shared.close()
         self._of_fit.close()
         super().teardown()
 
     def _share(self, shared: ExitStack) -> None:
-        """While a fit trains; afterwards others may have put weights into the model, such as a checkpoint's."""
+        """Enters each `shared()`, but only in a fit: afterwards the model may have other weights, as a checkpoint's."""
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
         for optimizer in self._local_demos:

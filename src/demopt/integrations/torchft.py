@@ -81,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
             optimizer.replicator.require_gather()
         super().__setstate__({"defaults": optimizer.defaults})  # torch's hooks; its constructor would add groups
         for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-            setattr(self, f"_optimizer_{name}_hooks", getattr(optimizer, f"_optimizer_{name}_hooks"))  # it runs them
+            setattr(self, f"_optimizer_{name}_hooks", getattr(optimizer, f"_optimizer_{name}_hooks"))  # inner's own
         self.inner = optimizer
         self._manager = manager
         self._quorum = Quorum(manager)
@@ -95,8 +95,8 @@ class Optimizer(torch.optim.Optimizer):
         self._since = 0  # the step at which it was extracted
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. First it joins, or ends an interrupted round: weights come before a gradient is computed."""
-        if self._new or self._detached is not None:  # its steps would be in the next pseudo-gradient again
+        """As in torch. First joins, or ends an interrupted round: weights must come before a gradient is computed."""
+        if self._new or self._detached is not None:  # otherwise the next pseudo-gradient would have its steps again
             self.join()
         self.inner.zero_grad(set_to_none)
 
@@ -120,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def finish_round(self) -> None:
-        """Runs a round, with LocalDeMo also before one is due, or ends one interrupted; returns when it is applied."""
+        """Runs a round, with LocalDeMo even if none is due, or ends an interrupted one; returns when it is applied."""
         if self._detached is None:  # otherwise its steps would be in the momentum twice
             self._extract()
         self._round()
@@ -137,16 +137,16 @@ class Optimizer(torch.optim.Optimizer):
             self._detached, self._since = self.inner.replicator.detach_round(), since
 
     def _round(self) -> None:
-        """Repeats a round until it is applied, or, if nobody has a message because all have just come, until they met.
+        """Repeats a round until it is applied. If all have just joined, nobody has a message: then until they have met.
 
-        A worker that has just come to others takes part in their round without a gradient.
+        A worker that has just joined others takes part in their round without a gradient.
         """
         began = time.monotonic()
         while True:
             try:
                 self._quorum.form()
                 if self._quorum.met or self._meet():
-                    if self._detached is not None:  # otherwise all have just come
+                    if self._detached is not None:  # otherwise all have just joined
                         self._attempt(self._detached)
                     break
             except SettingsError:
@@ -170,7 +170,7 @@ class Optimizer(torch.optim.Optimizer):
             if not self._quorum.vote():
                 raise ExchangeError("the manager voted against the round: too few workers")
         except BaseException:
-            if inner.replicator.round is not None:  # otherwise it is detached still
+            if inner.replicator.round is not None:  # otherwise it is still detached
                 self._detached = inner.replicator.detach_round()
             raise
         with uninterrupted():
@@ -225,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
         return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
 
     def _heal(self, exchange: "QuorumExchange", source: int, behind: list[int], given: dict[str, Any]) -> None:
-        """Sends weights, step and rules' state from `source` to those that are behind, and what is `given` besides."""
+        """Sends weights, step and rules' state from `source` to the ranks behind, which also take over `given`."""
         if exchange.rank not in (source, *behind):
             return
         self._torn = taking = exchange.rank != source
@@ -241,10 +241,10 @@ class Optimizer(torch.optim.Optimizer):
             self.inner.replicator.clear_momentum()
         elif self._detached is not None and self._counted.get(self._name, -1) >= self._since:
             included, self._detached = self._detached, None
-            self.inner.replicator.mark_applied(included)  # of which it may warn
+            self.inner.replicator.mark_applied(included)  # may warn of it
 
     def _given(self) -> dict[str, Any]:
-        """Returns what a worker that is behind takes besides weights."""
+        """Returns the state, besides weights, that a worker that is behind takes over."""
         scheduled = [{name: float(group[name]) for name in SCHEDULED if name in group} for group in self.param_groups]
         return {"manager": self._manager.state_dict(), "scheduled": scheduled, "counted": list(self._counted.items())}
 
@@ -262,11 +262,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.inner.stats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the inner optimizer; on all workers."""
+        """As the inner optimizer's; call it on all workers."""
         self.inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer, without a rank; save `manager.state_dict()` with it."""
+        """Returns the inner optimizer's state, without a rank; save `manager.state_dict()` with it."""
         found = unmarked(self.inner.state_dict())
         if self._detached is not None and self._detached.finite:
             for entry in found["state"].values():
@@ -276,12 +276,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
-        # an interrupted round, those applied, and a mixture are of the weights before
+        # an interrupted round, the applied ones and a mixture belong to the former weights
         self._detached, self._counted, self._torn = None, {}, False
 
 
 def _compare_settings(workers: list[Participant], source: int, me: int) -> None:
-    """Raises SettingsError where this worker is the odd one; the run goes on without it."""
+    """Raises SettingsError if this worker is the odd one: the run goes on without it."""
     for worker in (workers[me], *workers):
         if found := first_difference(workers[source].settings, worker.settings):
             told = "{0} = {2} here, and {1} in the run".format(*found)
@@ -314,7 +314,7 @@ def leader(workers: list[Participant]) -> int:
 class QuorumExchange(Exchange):
     """The workers of a quorum. `seconds`: the timeout of a call; None: that of the process group.
 
-    Any error closes all connections, so that no worker waits for another. With `ranks`, these workers, in this order.
+    Any error closes all connections, so that no worker waits for another. `ranks`: only these workers, in this order.
     """
 
     def __init__(self, process_group: Any, seconds: float | None = None, ranks: Sequence[int] = ()) -> None:
@@ -391,7 +391,7 @@ class Quorum:
             raise ExchangeError("the workers of the quorum were not reached") from None
 
     def vote(self) -> bool:
-        """Whether the round is to be applied; True moves the manager's step on."""
+        """Whether the round is to be applied; True advances the manager's step."""
         try:
             return bool(self._manager.should_commit())
         except Exception as error:

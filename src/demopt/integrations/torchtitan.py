@@ -29,8 +29,8 @@ class DeMoContainer(OptimizersContainer):
     optimizer go into `optimizer_factory_kwargs_by_name`, such as {"LocalDeMo": {"sync_every": 10}}. Messages travel
     between the replicas of `parallelism.data_parallel_replicate_degree`; with one replica there are none.
 
-    torchtitan divides a replica's loss by the tokens of all replicas, so gradients are smaller than elsewhere by the
-    number of replicas: update "sgd" needs a learning rate larger by that factor; other rules are not affected.
+    torchtitan divides a replica's loss by the tokens of all replicas, so gradients are smaller than elsewhere by a
+    factor of the number of replicas: update "sgd" needs a learning rate larger by it; other rules are not affected.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,10 +63,10 @@ class DeMoContainer(OptimizersContainer):
 
     @staticmethod
     def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
-        return {}  # no fused and foreach
+        return {}  # neither fused nor foreach
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states by each pipeline stage's first parameter, so that those of two ranks do not collide."""
+        """Returns the states, named by their pipeline stages' first parameters: those of two ranks must not collide."""
         return {name: each.state_dict() for name, each in self._states.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class DeMoContainer(OptimizersContainer):
 def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Returns a model's `parallelize_fn`, but without the dense all-reduce between replicas.
 
-    On CPUs, FSDP2 then also sums gradients where it would scale them in the collective, which gloo cannot.
+    On CPUs, FSDP2 then also sums gradients instead of scaling them in the collective, which gloo cannot do.
 
     spec = dataclasses.replace(spec, parallelize_fn=parallelize(spec.parallelize_fn))
     """

@@ -22,11 +22,11 @@ class DeMoCallback(TrainerCallback):
         Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
 
     When training begins, it stops dense gradient synchronisation (`demopt.unsync`). The Trainer then evaluates and
-    saves the global weights of a LocalDeMo; with delay=1 the round in flight is applied before. `optimizer.pt` gets all
+    saves the global weights of a LocalDeMo; with delay=1 it first applies the round in flight. `optimizer.pt` gets all
     ranks' states in place of rank 0's, so that resuming restores each rank. When training ends, a last round makes the
-    weights of all ranks equal, unless the best checkpoint was loaded: then ranks without a folder of it take those of
-    the first that has one. TypeError if the Trainer has another optimizer, such as its default AdamW; ValueError with
-    `enable_jit_checkpoint`.
+    weights of all ranks equal, unless the best checkpoint was loaded: then ranks that lack its folder take the weights
+    of the first rank that has it. TypeError if the Trainer has another optimizer, such as its default AdamW; ValueError
+    with `enable_jit_checkpoint`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class DeMoCallback(TrainerCallback):
             others = [each for each in handler.callbacks if each not in (self._first, self._last)]
             handler.callbacks = [self._first, *others, self._last]
         if isinstance(optimizer, LocalDeMo):
-            self._unhook.close()  # of a training before, which may have failed
+            self._unhook.close()  # of an earlier training, which may have failed
             self._unhook.callback(optimizer.register_load_state_dict_pre_hook(self._leave).remove)
             if args.eval_on_start:
                 self._shared.enter_context(optimizer.shared())
@@ -68,7 +68,7 @@ class DeMoCallback(TrainerCallback):
         if isinstance(optimizer, LocalDeMo) and (control.should_save or control.should_evaluate):
             if optimizer.replicator.in_flight:
                 optimizer.flush()
-            self._shared.enter_context(optimizer.shared())  # does nothing inside another one
+            self._shared.enter_context(optimizer.shared())  # inside another one, it does nothing
 
     on_epoch_end = on_step_end
 
@@ -94,15 +94,15 @@ class DeMoCallback(TrainerCallback):
             optimizer.resync(loaded.index(True), **({"model": True} if is_local else {}))
 
     def _leave(self, optimizer: Any, *_: Any) -> None:
-        """Ends `shared()`, such as of an evaluation that failed; a checkpoint that was loaded inside it stays."""
+        """Ends `shared()`, as after a failed evaluation; keeps a checkpoint that was loaded inside it."""
         weights = optimizer._weights
         if weights.aside:
-            weights.take(weights.parameters)  # `shared` takes no other weights
+            weights.take(weights.parameters)  # the end of `shared` would undo them
             self._shared.close()
             weights.adopt()
 
     def _save(self, trainer: Any, folder: str) -> None:
-        """Stands for the Trainer's method, which all ranks call: those that write get all ranks' states first."""
+        """Replaces the Trainer's method, which all ranks call: first, those that write get all ranks' states."""
         optimizer, kept = _checked(trainer.optimizer), None
         writes = _gathered(optimizer, trainer.args.should_save) if trainer.args.save_on_each_node else [True]
         for rank, needs_all in enumerate(writes):

@@ -4,7 +4,7 @@
 
 const char *demopt_source(void) { return CHOOSES; } /* a hash of all sources of this folder */
 
-/* As demopt.wire.bits: count values of `bits` bits (at most 32), lowest bit first. */
+/* Packs as demopt.wire.bits does: `count` values of `bits` bits (at most 32), lowest bit first. */
 void demopt_pack(const int64_t *values, int64_t count, int64_t bits, uint8_t *out)
 {
     uint64_t waiting = 0;
@@ -32,8 +32,8 @@ void demopt_unpack(const uint8_t *packed, int64_t count, int64_t bits, int64_t *
     }
 }
 
-/* As demopt.wire.bits: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros.
-   Returns 0 if a position does not fit. */
+/* Packs as demopt.wire.bits does: unary maps, `width` bits per chunk, of ascending positions [chunks, keep].
+   `out` is zeros. Returns 0 if a position does not fit. */
 int64_t demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
 {
     for (int64_t chunk = 0; chunk < chunks; chunk++)
@@ -71,7 +71,7 @@ int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, i
     return 1;
 }
 
-/* Returns the highest level that this processor supports: all that hatch_build.py lets the compiler use for it. */
+/* Returns the highest level for which this processor has all instructions that hatch_build.py gives the compiler. */
 int64_t demopt_level(void)
 {
 #ifdef __x86_64__

@@ -51,7 +51,7 @@ def unpack_unary(maps_Wn: Tensor, chunks: int, keep: int, width: int) -> tuple[T
 
 
 def _rows(packed_Wn: Tensor) -> Tensor:
-    """Returns bytes of which each row is contiguous."""
+    """Returns the bytes with each row contiguous."""
     if packed_Wn.dim() != 2:
         raise ValueError(f"packed has shape {list(packed_Wn.shape)}; the kernel expects rows of bytes")
     return packed_Wn if packed_Wn.stride(1) == 1 else as_contiguous("packed", packed_Wn, torch.uint8)

@@ -35,7 +35,7 @@ typedef struct { /* one parameter, or its gradient, viewed as a matrix */
     int64_t minus_is_bfloat16;
 } Matrix;
 
-typedef struct { /* a basis [size, size], row-major; folded, if rows alternate between even and odd: only its halves */
+typedef struct { /* a basis [size, size], row-major; if folded (rows alternate between even and odd), only its halves */
     int64_t size, folded;
     const float *full, *odd, *even, *middle; /* odd: rows 1, 3, ...; even: rows 0, 4, ...; middle: rows 2, 6, ... */
 } Basis;
@@ -214,7 +214,7 @@ static inline float to_integer(float x) /* half to even; |x| < 2^22 */
     return (x + large) - large;
 }
 
-static inline int32_t key_of(float x) /* has the order of the magnitudes; compilers make a maximum of integers fast */
+static inline int32_t key_of(float x) /* ordered as the magnitudes are; compilers make a maximum of integers fast */
 {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);

@@ -1,5 +1,5 @@
 /* The coefficients of a chunk: signs of all, or its K strongest; and their sum over the ranks. demopt.core and wire
-   define the results; a scale may differ in its last bit, on which ranks need not agree.
+   define the results; a scale may differ from theirs in its last bit, because ranks need not agree on it.
 
    The signs of a chunk are whole bytes, lowest bit first; 1 is negative. A scale is the upper 12 bits of a float without
    its sign, 8 of exponent and 4 of mantissa. */
@@ -19,7 +19,7 @@ typedef struct { /* of all ranks; `signs` is NULL where the strongest were sent 
     const uint8_t *signs;         /* [W, chunks, bytes] */
     int64_t sign_stride;          /* between ranks */
     const int64_t *weights;       /* [W], in the mean of signs */
-    int64_t total, keep;          /* of the weights; K */
+    int64_t total, keep;          /* sum of the weights; K */
     const int16_t *positions;     /* [W, chunks, K] */
     const int8_t *levels;
     int64_t reduction;            /* divide by the number of ranks, or of those that sent a position */
@@ -116,7 +116,7 @@ static inline float unit_of_sum(const Received *job, int64_t top)
     return power_of_two(top - 127 - MANTISSA - job->guard);
 }
 
-/* Writes Q of a chunk of n elements, their weighted mean, as integers over `total`. */
+/* Writes Q of a chunk of n elements, the weighted mean of its signs times scales, as integers divided by `total`. */
 static void mean_of_signs(const Received *job, int64_t chunk, int64_t top, float *restrict q, int64_t n)
 {
     memset(q, 0, n * sizeof *q);
@@ -183,7 +183,7 @@ static int32_t nth_largest(int32_t *keys, int64_t n, int64_t rank)
     return keys[rank];
 }
 
-/* Returns a key that at least K keys of the chunk reach, and few more: the K-th largest maximum of disjoint groups. */
+/* Returns a key that K keys of the chunk reach, or a few more: the K-th largest of the maxima of disjoint groups. */
 static int32_t threshold(const float *restrict chunk, int64_t r, int64_t c, int64_t keep)
 {
     const int64_t parts = least(r, (2 * keep + c - 1) / c);
@@ -202,7 +202,7 @@ static int32_t threshold(const float *restrict chunk, int64_t r, int64_t c, int6
     return nth_largest(maxima, parts * c, keep - 1);
 }
 
-/* Selects the K strongest elements, in order of position; among equals the first. */
+/* Selects the K strongest elements, in order of position; of equal ones, the first. */
 static void strongest(const float *restrict chunk, int64_t r, int64_t c, int64_t keep, int64_t *restrict positions,
                       float *restrict values)
 {

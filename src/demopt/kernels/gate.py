@@ -16,7 +16,7 @@ LIBRARY = Path(__file__).with_name("cpu.so.1")
 
 @functools.lru_cache(maxsize=1)
 def library() -> Any:
-    """Returns the compiled C files of this folder, or None without: torch operations then do the same work, slower.
+    """Returns the compiled C files of this folder, or None if there are none: torch then does the same work, slower.
 
     A library that was built from other sources, as after editing an editable install, is not used.
     """
@@ -41,10 +41,10 @@ def library() -> Any:
 def address(
     what: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, by_row: bool = False
 ) -> int:
-    """Returns the address of a contiguous tensor in host memory, whose dtype and shape are those that C takes it for.
+    """Returns the address of a contiguous tensor in host memory, after checking that it has C's dtype and shape.
 
-    `by_row`: there may be gaps between its rows, of which C gets the stride. TypeError: another dtype or device, or no
-    dense tensor. ValueError: another shape, gaps between elements, or freed memory, as after `storage.resize_(0)`.
+    `by_row`: its rows may have gaps between them, since C gets their stride. TypeError: another dtype or device, or not
+    dense. ValueError: another shape, gaps between elements, or freed memory, as after `storage.resize_(0)`.
     """
     check_in_host_memory(what, tensor)
     if tensor.dtype != dtype:
@@ -70,7 +70,7 @@ def check_in_host_memory(what: str, tensor: Tensor) -> None:
 
 
 def as_contiguous(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in host memory contiguous, as `dtype` of the same kind of numbers; raises as `address` does."""
+    """Returns a tensor in host memory as contiguous `dtype`, of the same kind of numbers; raises as `address` does."""
     check_in_host_memory(what, tensor)
     if tensor.is_complex() or tensor.is_floating_point() != dtype.is_floating_point:
         raise TypeError(f"{what} is {tensor.dtype}; the kernel expects {dtype}")
@@ -83,9 +83,9 @@ def check_apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> None:
 
 
 def apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
-    """Whether no tensor that is written shares memory with another: threads write and read them at the same time."""
+    """Whether no written tensor shares memory with another one: threads write and read them at the same time."""
     spans = [(each.data_ptr(), extent(each), kind) for kind, group in enumerate((written, read)) for each in group]
-    ends = [0, 0]  # the furthest of those written, and of those read
+    ends = [0, 0]  # the furthest end of the written ones, and of the read ones
     for start, size, kind in sorted(spans):
         if size and (start < ends[0] or (kind == 0 and start < ends[1])):
             return False

@@ -1,7 +1,7 @@
 /* Each half of a step in one pass over a chunk. demopt.core defines the results.
 
    extract: momentum <- decay momentum + scale A X B^T, then its coefficients: signs and a scale, or the K strongest.
-   subtract_sent: momentum <- decay (momentum - alpha sign scale), once these signs were applied.
+   subtract_sent: momentum <- decay (momentum - alpha sign scale), once these signs have been applied.
    apply:   coefficients of all ranks -> their sum over a divisor, Q -> A^T Q B, in integers -> parameter, or direction.
    answer:  signs of all ranks -> their mean Q -> error + Q, its signs and its scale: an owner's answer.
 
@@ -57,11 +57,11 @@ typedef struct {
     const Matrix *matrices;
     int64_t count;
     Basis rows, columns;           /* of integers; columns: rows padded to LANES */
-    const float *padded_rows;      /* all of the rows' basis, padded to LANES */
+    const float *padded_rows;      /* the rows' whole basis, padded to LANES */
     int64_t row_bits, column_bits; /* bits of the integers that each basis multiplies */
     float basis_unit;
     float decay, factor;           /* parameter <- decay parameter + factor U, or + factor sign(U) */
-    int64_t store, by_sign;        /* store: U or its sign instead */
+    int64_t store, by_sign;        /* store: write U or its sign instead */
     _Atomic int64_t next;
 } Apply;
 
@@ -110,7 +110,7 @@ static float inverse_rows_of_signs(const Apply *job, int64_t chunk, int64_t top,
     return unit;
 }
 
-/* Writes the transpose of A^T Q of the strongest, of which there are few, to y [c, ld]; returns its unit. */
+/* Writes the transpose of A^T Q to y [c, ld], where Q has only the few strongest; returns its unit. */
 static float inverse_rows_of_strongest(const Apply *job, int64_t chunk, int64_t top, float *restrict y)
 {
     const int64_t r = job->rows.size, c = job->columns.size, ld = padded(r);
@@ -142,7 +142,7 @@ static void end_row(const Apply *job, const float *restrict u, float unit, int s
         direction[j] = u[j] * unit;
     if (job->by_sign)
         for (int64_t j = 0; j < width; j++)
-            direction[j] = !sent ? 0.0f : u[j] < 0 ? -1.0f : 1.0f; /* of the integer: times its unit it may underflow */
+            direction[j] = !sent ? 0.0f : u[j] < 0 ? -1.0f : 1.0f; /* the integer's sign: its value may underflow */
     if (job->store) {
         memcpy(to, direction, width * sizeof *to);
         return;

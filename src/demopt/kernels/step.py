@@ -24,8 +24,8 @@ from demopt.kernels.gate import address, as_contiguous, check_apart, library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
-_STACK = 1 << 20  # bytes, in which a kernel's buffers have room
-_STARTS = threading.RLock()  # of those who change the stack size of new threads, which a process has one of
+_STACK = 1 << 20  # bytes, enough for a kernel's buffers
+_STARTS = threading.RLock()  # guards the stack size of new threads, which holds for the whole process
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 _REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 
@@ -35,7 +35,7 @@ KINDS: dict[str, Any] = {"pointer": ctypes.c_void_p, "whole": ctypes.c_int64, "r
 
 
 def fields(text: str) -> list[tuple[str, Any]]:
-    """Returns a structure's fields, as C has them: kinds, or structures of this module, each before its names."""
+    """Parses a C structure's fields: each kind, or structure of this module, comes before the names that have it."""
     groups = [group.split() for group in text.split(";")]
     return [(name, KINDS.get(kind) or globals()[kind]) for kind, *names in groups for name in names]
 
@@ -49,7 +49,7 @@ class Matrix(ctypes.Structure):
 
 
 class Basis(ctypes.Structure):
-    """A basis for kernels; `of_columns` pads rows; `transposed`: the forward one.
+    """A basis for kernels; `of_columns` pads rows; `transposed`: for columns of the forward transform.
 
     A DCT's is folded: its rows alternate between even and odd about their middle, and so do the halves of even ones.
     """
@@ -60,7 +60,7 @@ class Basis(ctypes.Structure):
         size, folded = len(basis), is_dct and len(basis) % 4 == 0 and len(basis) > 4
         parts = [basis[1::2, : size // 2], basis[::4, : size // 4], basis[2::4, : size // 4]] if folded else [basis]
         parts = [part.T for part in parts] if transposed else parts
-        self.alive = [padded(part) if of_columns else part.contiguous() for part in parts]  # it points to them
+        self.alive = [padded(part) if of_columns else part.contiguous() for part in parts]  # the C pointers need them
         pointers = [address("basis", part, torch.float32) for part in self.alive]
         super().__init__(size, folded, *((None, *pointers) if folded else pointers))
 
@@ -85,7 +85,7 @@ def matrices_of(chunkings: Sequence[Chunking]) -> Any:
 
 
 def read_from(matrices: Any, tensors: Tensors, minus: Tensors | None) -> list[Tensor]:
-    """Makes matrices read tensors less `minus`; returns those to keep alive, of which some are contiguous copies."""
+    """Makes matrices read tensors - `minus`; returns the tensors to keep alive, some of which are contiguous copies."""
     alive = []
     subtracted = [None] * len(matrices) if minus is None else minus
     for number, (matrix, tensor, less) in enumerate(zip(matrices, tensors, subtracted, strict=True)):
@@ -109,7 +109,7 @@ def _check_matrix(what: str, given: Tensor, matrix: Any) -> None:
 
 @contextmanager
 def room_for_kernels() -> Iterator[None]:
-    """The context in which threads start that may run kernels: `threading.stack_size` may be too small for these."""
+    """A context for starting threads that may run kernels: `threading.stack_size` may be too small for these."""
     with _STARTS:
         before = threading.stack_size()
         try:
@@ -120,13 +120,13 @@ def room_for_kernels() -> Iterator[None]:
 
 
 def run(name: str, job: Any, elements: int) -> None:
-    """Calls the kernel in as many threads as torch uses; ends after all, also at a signal: its memory is freed then."""
+    """Calls the kernel in as many threads as torch uses; waits for all, even on a signal: its memory is freed then."""
     loaded = library()
     function = partial(getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}"), ctypes.byref(job))
     others = torch.get_num_threads() - 1 if elements > _ALONE else 0
     threads = [threading.Thread(target=function) for _ in range(others)]
     with uninterrupted() if threads else nullcontext():
-        # a machine may have no more threads: those that there are do the work
+        # the machine may refuse to start more threads: those that run do the work
         with suppress(RuntimeError), room_for_kernels():
             for thread in threads:
                 thread.start()
@@ -137,17 +137,17 @@ def run(name: str, job: Any, elements: int) -> None:
 
 
 class Received(ctypes.Structure):
-    """Checked coefficients of all ranks in integers, of any dtypes: signs of all, or the strongest."""
+    """Checked integer coefficients of all ranks, given in any dtypes: the signs of all, or the strongest."""
 
     _fields_ = fields(
         "whole chunks world_size guard; pointer codes signs; whole sign_stride; pointer weights; whole total keep; "
         "pointer positions levels; whole reduction"
     )
-    alive: tuple[Tensor, ...]  # those that it points to
-    width: int  # bytes of a chunk's signs; or elements of a chunk, at least, that the positions need
+    alive: tuple[Tensor, ...]  # the tensors that it points to
+    width: int  # bytes of a chunk's signs; or the fewest elements of a chunk that has all positions
 
     def check(self, chunks: int, length: int) -> None:
-        """Raises ValueError unless it fits chunks of `length` elements, of which buffers hold no more than SIDE^2."""
+        """Raises ValueError unless it fits chunks of `length` elements; the buffers hold at most SIDE^2 of these."""
         fits = self.width == (length + 7) // 8 if self.signs else self.width <= length
         if self.chunks != chunks or not fits or length > SIDE**2:
             came = f"coefficients of {self.chunks} chunks from {self.world_size} ranks"
@@ -252,12 +252,12 @@ class Kernel:
             found = positions, torch.empty(self._chunks, self._keep, dtype=torch.float32, device="cpu")
             job.positions, job.values = (address("coefficients", each, each.dtype) for each in found)
             job.keep = self._keep
-        torch.autograd.graph.increment_version([momentum_Crc])  # an error before it leaves the momentum as it was
+        torch.autograd.graph.increment_version([momentum_Crc])  # an error up to here leaves the momentum unchanged
         run("extract", job, momentum_Crc.numel())
         return found
 
     def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: Factors) -> None:
-        """X <- decay X + factor U, or + factor sign(U), for contiguous float32 X: the bits of `exact` and `rules`."""
+        """X <- decay X + factor U, or + factor sign(U), for contiguous float32 X; same bits as `exact` and `rules`."""
         received.check(self._chunks, self._length)
         for number, (matrix, parameter) in enumerate(zip(self._matrices, parameters, strict=True)):
             what = f"parameter {number}"
@@ -281,7 +281,7 @@ class Kernel:
 
 
 def answer(received: Received, error_CN: Tensor, sum_CN: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes error + Q to `sum_CN`, both float32; returns it encoded, an owner's answer: signs [C, S] and codes [C]."""
+    """Writes error + Q to `sum_CN`, both float32; returns the sum as an owner's answer: signs [C, S] and codes [C]."""
     found = _empty(*error_CN.shape)
     received.check(*error_CN.shape)
     at_error, at_sum = address("error", error_CN, torch.float32), address("sum", sum_CN, torch.float32, error_CN.shape)

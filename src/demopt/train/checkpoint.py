@@ -1,6 +1,6 @@
 """Checkpoints of a run: a folder per step, of torch.distributed.checkpoint (DCP), with a record of the run.
 
-The last two are kept. Connected ranks have these; those of a run in a folder are in `demopt/runs/checkpoints.py`.
+The last two are kept. These are for connected ranks; those of a run in a folder are in `demopt/runs/checkpoints.py`.
 """
 
 import json
@@ -47,7 +47,7 @@ def whole(folder: Path) -> list[Path]:
 def read(path: Path) -> CheckpointRecord:
     """Reads the record of the checkpoint at `path`; InputError if it, or the checkpoint's table, is damaged."""
     try:
-        Reader(path).read_metadata()  # here, as DCP would log tracebacks if it is damaged, and look for other files
+        Reader(path).read_metadata()  # before DCP, which logs tracebacks if it is damaged, and looks for other files
         raw = CheckpointRecord(**json.loads((path / RUN).read_text(encoding="utf-8")))
         return CheckpointRecord(
             int(raw.step), str(raw.fingerprint), config_of(raw.settings, elsewhere=True).record(), int(raw.tokens)
@@ -96,11 +96,11 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     state = _state(model, optimizer)
     with warnings.catch_warnings():
-        # `part_or_share` warns of it; `_introduce` in worker.py says it in its own words
+        # `part_or_share` warns of shares; `_introduce` in worker.py reports them in its own words
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")
         try:
             load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
-            if not isinstance(optimizer, DeMo | LocalDeMo):  # into those DCP has loaded it, by `OptimizerState`
+            if not isinstance(optimizer, DeMo | LocalDeMo):  # DCP has loaded these through `OptimizerState`
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
         except (Exception, CheckpointException) as error:  # of pickle, DCP or the optimizer: it may hold anything
             if isinstance(_cause(error), MemoryError | torch.OutOfMemoryError):
@@ -111,7 +111,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns a run's state for DCP, which saves values with equal keys once; without the model's frozen parameters.
 
-    DCP loads tensors in place, and then calls `OptimizerState`: it puts this rank's local weights over the global ones.
+    DCP loads tensors in place, then calls `OptimizerState`, which puts this rank's local weights over the global ones.
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     weights = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
@@ -121,7 +121,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Returns the error of the first rank, where torch wraps those of all."""
+    """Returns the error of the first rank, if torch has wrapped those of all ranks."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 

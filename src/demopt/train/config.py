@@ -26,10 +26,10 @@ from demopt.validation import check_choice, suggestion
 
 Given = dict[str, Any]
 
-# In --out: the record of all settings, the identity of the run in a folder that it is of, and checkpoints, of which
-# those are whole that have the file that torch.distributed.checkpoint writes last.
+# In --out: the record of all settings, the identity of the run if that is in a folder, and checkpoints. A checkpoint
+# is whole if it has the file that torch.distributed.checkpoint writes last.
 CONFIG, IDENTITY, CHECKPOINTS = "config.json", "identity", "checkpoints"
-LAST_FILE = ".metadata"  # of a checkpoint that is whole
+LAST_FILE = ".metadata"  # only a whole checkpoint has it
 
 
 class InputError(ValueError):
@@ -60,7 +60,7 @@ FOLDER = "A run is a folder"
 folder = partial(setting, FOLDER, free=True)
 
 
-MANY = 1 << 24  # at most, of what is made one by one, or in products: a stranger's run may ask for it
+MANY = 1 << 24  # limit of numbers that are looped over or multiplied: a stranger's run may ask for any
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config={"strict": True, "extra": "forbid", "allow_inf_nan": False})
@@ -178,7 +178,7 @@ class TrainConfig:
         return (self.global_batch or self.batch * self.accumulate * self.workers) * (self.sequence or 0)
 
     def of_steps(self, step: int) -> str:
-        """Returns a step with the number of all, if that is known."""
+        """Names a step, with the total number of steps if that is known."""
         return f"step {step}" + (f" of {self.steps}" if self.steps else "")
 
     def record(self) -> Given:
@@ -195,10 +195,10 @@ def flag(name: str) -> str:
 
 
 def check_same_run(config: TrainConfig, text: str, before: Given, text_before: str, where: str, remedy: str) -> None:
-    """Raises InputError if settings or fingerprints of the text are not those of the run `where`."""
+    """Raises InputError if the settings or the text's fingerprint differ from those of the run `where`."""
     settings, before = config.record(), config_of(before, elsewhere=True).record()
     for name in settings:
-        # with --global-batch, each worker's forward pass is what its memory takes
+        # with --global-batch, each worker's --batch depends on its memory
         free = SETTINGS[name]["free"] or (name == "batch" and before["global_batch"])
         if settings[name] != before[name] and not free:
             raise InputError(f"{flag(name)} is {settings[name]}, and {where} has {before[name]}; {remedy}")
@@ -210,12 +210,12 @@ def check_same_run(config: TrainConfig, text: str, before: Given, text_before: s
 def config_of(settings: Given, elsewhere: bool = False) -> TrainConfig:
     """Returns the settings, checked; InputError if one is unknown, has a wrong type or is outside its limits.
 
-    `elsewhere`: they are a record's, whose paths may be of another machine.
+    `elsewhere`: they come from a record, whose paths may be another machine's.
     """
     for name in settings:
         if name not in SETTINGS:
             raise InputError(f"unknown setting {name!r}{suggestion(name, SETTINGS)}")
-    check_paths(settings, elsewhere)  # a stranger's run may name what no file can be called
+    check_paths(settings, elsewhere)  # a stranger's run may give a path that no file can have
     try:
         return TrainConfig(**settings)
     except pydantic.ValidationError as error:
@@ -227,7 +227,7 @@ def config_of(settings: Given, elsewhere: bool = False) -> TrainConfig:
 
 
 def _checked(settings: Given, file: Path, elsewhere: bool = False) -> Given:
-    """Returns the settings in a file, if each is fit; an InputError names the file."""
+    """Returns the settings in a file if all are valid; an InputError names the file."""
     try:
         config_of(settings, elsewhere)
     except InputError as error:
@@ -236,14 +236,14 @@ def _checked(settings: Given, file: Path, elsewhere: bool = False) -> Given:
 
 
 def check_paths(settings: Given, elsewhere: bool = False) -> None:
-    """Raises InputError for a path that no file can have, or none here that may be read, whether one is there or not.
+    """Raises InputError for a path that no file can have, or that may not be looked up here; the file may be absent.
 
-    `elsewhere`: only the former, because what the path names is perhaps not read here.
+    `elsewhere`: only for the former, because the path is perhaps not read here.
     """
     for name in ("out", "run", "data", "model", "tokenizer", "key_file"):
         given = settings.get(name)
         for path in given if isinstance(given, list) else [given]:
-            if not isinstance(path, str):  # absent, or what TrainConfig refuses
+            if not isinstance(path, str):  # absent, or refused by TrainConfig
                 continue
             try:
                 path.encode()
@@ -281,7 +281,7 @@ def read_file(path: Path) -> Given:
 
 
 def checkpoints_in(folder: Path) -> dict[Path, bool]:
-    """Returns a run's checkpoints, oldest first, and whether each is whole; links and all else are the user's."""
+    """Returns a run's checkpoints, oldest first, and whether each is whole; skips links and all else, the user's."""
     found = [each for each in folder.glob("step-*") if re.fullmatch("step-([0-9]{8}|[1-9][0-9]{8,})", each.name)]
     ours = [each for each in found if each.is_dir() and not each.is_symlink()]
     return {each: (each / LAST_FILE).exists() for each in sorted(ours, key=lambda each: int(each.name[5:]))}
@@ -294,7 +294,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     if (out / CHECKPOINTS).is_symlink() and not (out / CHECKPOINTS).exists():
         raise InputError(f"--out {out}: {CHECKPOINTS} is a link to nothing; is its disk mounted?")
     if settings.get("resume_auto") and not settings.get("resume"):
-        # through links, too, although no run goes on from one: nothing is overwritten that may be a checkpoint
+        # follows links, too, although no run goes on from one, so that no possible checkpoint is overwritten
         begun = any((out / CHECKPOINTS).glob(f"step-*/{LAST_FILE}")) or (out / IDENTITY).exists()
         settings["resume" if begun else "overwrite"] = True
     if settings.get("resume"):
@@ -315,12 +315,12 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
 
 
 def _from_file(file: Path, given: Given) -> Given:
-    """Returns a file's settings, without defaults of its preset, optimizer, ... of which `given` has others.
+    """Returns a file's settings, without the defaults of its preset, optimizer, ... that `given` changes.
 
-    The record of a run has every setting, and does not say which of them were chosen.
+    A run's record has every setting, and does not say which of them were chosen.
     """
     settings = _checked(read_file(file), file)
-    with suppress(InputError):  # of the file's choice, which `given` may replace; or of that, which is told later
+    with suppress(InputError):  # the file's choice, which `given` may replace; or that of `given`, reported later
         choices = settings, {**settings, **given}
         before, now = (_defaults(config_of(each)) for each in choices)
         for choice, usual in zip(choices, (before, now), strict=True):
@@ -369,13 +369,13 @@ RULE_DEFAULTS: dict[str, Given] = {"muon": {"momentum": 0.95, "lr": 0.02}, "sgd"
 STEPS = 800
 BYTE_VOCABULARY = 256
 SHAPE = ("layers", "width", "heads", "mlp")  # of a fresh model
-# Of the rate for fresh weights, so that a model keeps what it knows: a convention (laboratory/LOG.md, 2026-11-25).
+# Shares of the rate of fresh weights, so that a model keeps its knowledge: a convention (laboratory/LOG.md, 2026-11-25)
 TUNING_SHARE, ADAPTER_SHARE = 0.1, 0.3
 TUNING_SEQUENCE = 512  # tokens, at most, by default
 
 
 def shape_of(folder: str) -> Given:
-    """Returns the vocabulary and a length of sequences for the model in a folder; InputError if there is none."""
+    """Returns the vocabulary size and a sequence length for the model in a folder; InputError if there is none."""
     place = Path(folder, "config.json")
     if (adapters := place.with_name("adapter_config.json")).exists():
         base = read_file(adapters).get("base_model_name_or_path")
@@ -403,7 +403,7 @@ def shape_of(folder: str) -> Given:
 
 
 def _defaults(config: TrainConfig) -> Given:
-    """Returns the values of settings that are left to the preset or the model, to the optimizer and to --run."""
+    """Returns values for the settings that are left to the preset or the model, to the optimizer and to --run."""
     try:
         check_choice("--preset", config.preset, PRESETS)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Text to tokens to batches. Documents come from files, folders, or the standard library.
 
-Batches depend on seed, step, rank and pass alone, or with --epochs on the numbers of sequences.
+Batches depend only on seed, step, rank and pass or, with --epochs, on the numbers of their sequences.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from demopt.train.config import BYTE_VOCABULARY, MANY, InputError, TrainConfig
 ANSWERER = "assistant"
 TOKEN_SUFFIXES = (".npy", ".bin")
 LINES_SUFFIX = ".jsonl"
-# The begin of JSON that is no text to learn, by the first name in its first object
+# The start of JSON that is not plain text to train on, recognised by the first name in its first object
 _LIKE_LINES = re.compile(rb'\s*\[?\s*\{\s*"(messages|text|conversations|instruction|prompt)"\s*:')
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"BZh", b"\xfd7zXZ")  # gzip, zstd, zip, bzip2, xz
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-HIDDEN = re.compile(r"\.|lost\+found\Z")  # names in --data; that one is of the file system, and only root may enter it
+HIDDEN = re.compile(r"\.|lost\+found\Z")  # skipped in --data; lost+found is the file system's, for root only
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
-MOST_TOKEN = MANY - 1  # a larger number is no token: no vocabulary is so large
+MOST_TOKEN = MANY - 1  # a larger number is not a token: no vocabulary is so large
 ENCODED_AT_ONCE = 256  # documents
 
 Batch = NDArray[np.int64]  # windows of tokens [sequences, sequence + 1]
@@ -43,13 +43,13 @@ Batch = NDArray[np.int64]  # windows of tokens [sequences, sequence + 1]
 class Tokens:
     """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
-    With `starts`, of conversations, windows begin only there, those of an epoch at the second; one that is too long
-    goes on at the row's begin.
+    With `starts`, of conversations, windows begin only there: those of an epoch at its second array, others at its
+    first. A window that passes the row's end goes on at its start.
     """
 
     rows: tuple[NDArray[Any], ...]
     starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-    files: tuple[tuple[Path, os.stat_result], ...] = ()  # of the rows, if they are mapped, as they were
+    files: tuple[tuple[Path, os.stat_result], ...] = ()  # of mapped rows, as they were when opened
 
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def _check_unchanged(file: Path, opened: os.stat_result) -> None:
-    """Raises DemoptError if a mapped file has changed: where it shrinks, a read ends the process. Replaced is fine."""
+    """Raises DemoptError if a mapped file has changed: a read past its end kills the process. A new file is fine."""
     with suppress(OSError):
         now = file.stat()
         same = (now.st_size, now.st_mtime_ns) == (opened.st_size, opened.st_mtime_ns)
@@ -93,7 +93,7 @@ class Corpus:
     vocab_size: int
     fingerprint: str
     bytes_per_token: float | None  # of the validation text; None for token files and conversations
-    source: str = ""  # the names and the size of what was read
+    source: str = ""  # the names and the total size of the files read
 
     @property
     def about(self) -> str:
@@ -109,7 +109,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
     if tokens and len(tokens) < len(files) + len(left):
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
-    # Before minutes of reading, after which a file may be gone.
+    # Taken before minutes of reading, after which a file may be gone.
     source = _source(files, left) if config.data else "the text of Python's standard library"
     try:
         train, val, size, ratio = _from_token_files(config, tokens) if tokens else _from_text(config, files)
@@ -125,7 +125,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     if config.vocab_size is not None and config.vocab_size < size:
         if not config.model:
             raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {size}")
-        # Its tokenizer may have more tokens than it has rows, such as one to pad with, that no text holds.
+        # The model's tokenizer may have more tokens than its embedding has rows, such as for padding, not in the text.
         rows = [row for part in (train, val) for row in part.rows]
         if (most := max(max(int(row.max(initial=0)), ~int(row.min(initial=0))) for row in rows)) >= config.vocab_size:
             told = f"its vocabulary is {config.vocab_size:,}, and the text holds token {most:,}"
@@ -144,13 +144,13 @@ def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int =
 def sequences(tokens: Tokens, config: TrainConfig) -> int:
     """Returns the number of sequences in an epoch.
 
-    They touch, and no token is the target of two; of conversations those that one cuts are in the next one, too.
+    They touch, and no token is the target of two, but a part of a conversation that one cuts is in the next one, too.
     """
     return tokens.windows(_window(config), _window(config) - 1)
 
 
 def numbered(tokens: Tokens, config: TrainConfig, numbers: Sequence[int]) -> list[Batch]:
-    """Returns the windows with these numbers through all epochs, by forward pass; without any, one without target."""
+    """Returns the windows of these numbers, counted over all epochs, by forward pass; for none, one without targets."""
     length, every = _window(config), sequences(tokens, config)
     if not numbers:
         row = tokens.window(0, length)
@@ -171,8 +171,8 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_siz
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Splits unique documents into training and validation by a hash: none is on both sides.
 
-    Of fewer than 1 / `fraction`, whose one may be all of its kind, or where those that fit are less than a fifth of it,
-    each is cut at its end. No conversation is: the shortest of the others joins them, if that is nearer to `fraction`.
+    Each is cut at its end if there are fewer than 1 / `fraction`, where one may be all of its kind, or if those that
+    fit are under a fifth of it. Conversations are not: the shortest of the rest joins, if that is nearer to `fraction`.
     """
     unique = sorted(set(texts), key=lambda text: hashlib.blake2b(text).digest())
     left, chosen = fraction * sum(map(len, unique)), set[bytes]()
@@ -192,7 +192,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 
 
 def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
-    """Returns the files of --data, each folder sorted by name: those to read, and those left out, without text."""
+    """Returns the files of --data, each folder sorted by name: those to read, and those left out for lack of text."""
     if not config.data:
         return _standard_library(), []
     read, left = list[Path](), list[Path]()
@@ -208,7 +208,7 @@ def find_files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
 
 
 def unfit(file: Path) -> str:
-    """Returns what a file is instead of text or tokens; empty if it may be these."""
+    """Returns the kind of a file that is neither text nor tokens; empty if it may be one of these."""
     if file.suffix in TOKEN_SUFFIXES:
         return ""
     try:
@@ -265,7 +265,7 @@ def documents(file: Path, as_text: bool = False) -> Iterator[bytes]:
 
 
 def _check_utf8(file: Path, content: bytes) -> None:
-    """Raises InputError unless it is UTF-8, of which the last letter may be cut, as `head -c` leaves it."""
+    """Raises InputError unless the content is UTF-8; its last character may be cut, as by `head -c`."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -286,13 +286,13 @@ def _source(read: list[Path], left: list[Path]) -> str:
 def _standard_library() -> list[Path]:
     found: list[Path] = []
     for folder, below, files in os.walk(sysconfig.get_path("stdlib")):
-        below[:] = [name for name in below if name not in NOT_LIBRARY]  # others' packages may be many: not entered
+        below[:] = [name for name in below if name not in NOT_LIBRARY]  # skips installed packages, maybe many
         found += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(found, key=Path.as_posix)
 
 
 def _files(name: str, config: TrainConfig) -> list[Path]:
-    """Returns a file, or all below a folder, through links too, sorted; no hidden ones, none of --out and --run."""
+    """Returns a file, or all below a folder and its links, sorted, but no hidden ones and none of --out and --run."""
     if not (path := Path(name)).exists():
         raise InputError(f"--data {name}: no such file or folder")
     if path.is_file():
@@ -302,7 +302,7 @@ def _files(name: str, config: TrainConfig) -> list[Path]:
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
     ours = {os.path.realpath(config.out)}
-    with suppress(ValueError):  # of none; one that cannot be is told where it is opened
+    with suppress(ValueError):  # no run, or an invalid one, reported where it is opened
         run = full(config.run)
         ours |= {run} if Path(run) not in Path(os.path.realpath(path)).parents else set()  # a share may hold both
     found, entered, faults = list[Path](), {*ours}, list[OSError]()
@@ -355,7 +355,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _size(tokenizer: Any) -> int:
-    """Returns how many rows an embedding needs for all tokens: between their numbers may be gaps."""
+    """Returns the rows that an embedding needs for all tokens, whose numbers may have gaps."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
@@ -371,7 +371,7 @@ def save_tokenizer(config: TrainConfig, folder: Path, text: bool) -> None:
 
 
 def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
-    """Encodes all documents as one row of tokens, each with the end-of-text token if there is one. None: bytes."""
+    """Encodes all documents as one row of tokens, with an end-of-text token after each if there is one. None: bytes."""
     if tokenizer is None:
         return np.frombuffer(b"".join(text.replace(b"\0", b" ") + b"\0" for text in texts), np.uint8)
     dtype = np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32
@@ -450,8 +450,8 @@ def _fingerprint(*parts: Tokens) -> str:
     return digest.hexdigest()
 
 
-# Conversations, lines of JSON with `messages`: rendered by the tokenizer's template; only answers are targets. A token
-# that is context only is stored as its complement, -1 - token (`~token`), so that a row of tokens says both.
+# Conversations are lines of JSON with `messages`. The tokenizer's template renders them; only answers are targets. A
+# token that is only context is stored as its complement, -1 - token (`~token`), so that a row of tokens says both.
 
 
 class Chat(bytes):
@@ -459,7 +459,7 @@ class Chat(bytes):
 
 
 def parse(messages: Any) -> Chat | None:
-    """Returns the conversation; None if this is no list of messages with `role` and `content`."""
+    """Returns the conversation; None if this is not a list of messages with `role` and `content`."""
     fits = isinstance(messages, list) and all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages
     )
@@ -486,9 +486,9 @@ def encode_chats(chats: Sequence[bytes], tokenizer: Any, length: int) -> tuple[N
 
 
 def read_once(starts: NDArray[np.int64], end: int, length: int) -> NDArray[np.int64]:
-    """Returns the starts of the windows of an epoch: each begins with the first part that the one before has not whole.
+    """Returns the starts of an epoch's windows: each begins with the first part that the one before has cut or lacks.
 
-    `end`: of the row. A part goes from one start to the next, whose token is a target, too, if a conversation goes on.
+    `end`: of the row. A part reaches to the next start, whose token is also its target if the conversation goes on.
     """
     ends, found, part = np.append(starts[1:], end - 1), list[int](), 0
     while part < len(starts):
@@ -508,7 +508,7 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[st
             return ""
         try:
             found = str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask))
-            return found.encode("utf-8", "replace").decode()  # JSON may have half a letter, which no tokenizer takes
+            return found.encode("utf-8", "replace").decode()  # JSON may have half a character, which no tokenizer takes
         except Exception as error:  # a template is a program
             told = f"refuses the conversation that begins {messages[0]}: {first_line(error)}"
             raise InputError(f"--data: the tokenizer's chat template {told}") from None
@@ -518,7 +518,7 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[st
         if message["role"] != ANSWERER:
             continue
         asked, answered = text(number, ask=True), text(number + 1)
-        if not answered.startswith(asked):  # the prompt for an answer is more than what answers begin with
+        if not answered.startswith(asked):  # the prompt for an answer has more than the start of answers
             asked = text(number)
         span = (len(asked), len(answered))
         if whole.startswith(answered):

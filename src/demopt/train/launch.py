@@ -28,7 +28,7 @@ from demopt.train.out import OutFolder
 from demopt.train.team import pick_device, stop_on_signals
 from demopt.train.worker import ENDED, OLD_STOP, STOP, made
 
-PROCESS_BYTES = 200_000_000  # of a worker with Python and torch, that others do not share, before it makes anything
+PROCESS_BYTES = 200_000_000  # of a worker's own memory, with Python and torch, before it makes anything
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
@@ -58,7 +58,7 @@ def train(config: TrainConfig, out: OutFolder | None = None) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle="SIGQUIT",  # `stop_on_signals` handles the others
         )  # fmt: skip
-        # What is in the current folder is no module for the workers either, unless it is for this process.
+        # Files in the current folder are not modules for the workers, unless they are for this process.
         safe = ["-P"] if sys.version_info >= (3, 11) and not {"", os.getcwd()} & {*sys.path} else []
         with stop_on_signals(lambda: made(Path(scratch, STOP)).touch()) as received:
             try:

@@ -24,7 +24,7 @@ from demopt.train.team import Team
 from demopt.unequal import fit_batches
 
 PATIENCE = 10  # a run fails after this many steps in a row with a NaN or infinite loss
-_MEMORY = 0.7  # of the measured speed, per step: one slow step changes little
+_MEMORY = 0.7  # share of the measured speed that a step keeps: one slow step changes little
 
 Windows = list[Batch]  # of a step, by forward pass
 
@@ -56,17 +56,17 @@ class Training(ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether that is the run's last step."""
+        """Whether the step that was drawn last is the run's last."""
 
     @property
     @abstractmethod
     def part(self) -> float | None:
-        """With --epochs, the part of the run's sequences that is read."""
+        """With --epochs, the part of the run's sequences that has been read."""
 
     @property
     @abstractmethod
     def stream(self) -> int:
-        """Which random numbers are this worker's."""
+        """The number of this worker's stream of random numbers."""
 
     @abstractmethod
     def draw(self) -> Windows:
@@ -74,25 +74,25 @@ class Training(ABC):
 
     @abstractmethod
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
-        """Takes the optimizer's step; returns whether the rows, which are not reported yet, are complete and can be.
+        """Takes the optimizer's step; returns whether the rows, not reported yet, are complete and may be reported.
 
-        `seconds`: the gradient's. `pause`: the model is evaluated next; connected ranks end all rounds.
+        `seconds`: the gradient's time. `pause`: the model is evaluated next, so connected ranks end all rounds.
         """
 
     @abstractmethod
     def after_report(self, row: Row) -> None:
-        """Follows the report of `row`, the last one: saves, for example."""
+        """Acts on the report of `row`, the last one: saves, for example."""
 
     def shared(self) -> AbstractContextManager[None]:
-        """The context to evaluate and save in: the model's weights are the same on all ranks."""
+        """A context for evaluating and saving: in it, the model's weights are the same on all ranks."""
         return self.optimizer.shared() if isinstance(self.optimizer, LocalDeMo) else nullcontext()
 
     def set_lr(self, lr: float) -> None:
         for group, factor in zip(self.optimizer.param_groups, self.factors, strict=True):
-            group["lr"], group["initial_lr"] = lr * factor, factor  # as torch's schedulers mark a group that they hold
+            group["lr"], group["initial_lr"] = lr * factor, factor  # as torch's schedulers mark their groups
 
     def share_out(self, speeds: Mapping[str, float]) -> None:
-        """With --global-batch: shares it out by the speeds of all workers that train."""
+        """With --global-batch, shares the batch out among all workers that train, by their speeds."""
         if self.config.global_batch is not None:
             self._batches = fit_batches(speeds, self.config.global_batch, self._batches)
 
@@ -107,7 +107,7 @@ class Training(ABC):
 
 
 def passes(config: TrainConfig, sequences: int) -> list[int]:
-    """Returns the sequences of each forward pass: at most --batch, which is what fits the memory."""
+    """Returns the sequences of each forward pass: at most --batch, which fits the memory."""
     return [min(config.batch, sequences - first) for first in range(0, sequences, config.batch)]
 
 
@@ -171,7 +171,7 @@ def train_steps(training: Training) -> None:
     began = time.perf_counter()
     while drawn := training.draw():
         step, lr = training.number, learning_rate(config, training.number, training.part)
-        # Of dropout: a step after --resume has those that it would have had, and no two workers have the same.
+        # For dropout: a step after --resume draws the same numbers as without a stop, and no two workers draw the same.
         seed = np.random.SeedSequence((config.seed, step, training.stream)).generate_state(1, np.uint64)
         torch.manual_seed(int(seed[0]))
         computing = time.perf_counter()
@@ -191,7 +191,7 @@ def train_steps(training: Training) -> None:
 
 
 def _gradient(training: Training, lr: float, windows: Windows) -> float:
-    """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
+    """Sets the learning rate and computes a step's clipped gradients from its parts; returns the loss."""
     config, forward, device = training.config, training.forward, training.team.device
     training.set_lr(lr)
     training.optimizer.zero_grad()

@@ -22,8 +22,8 @@ from demopt.train.model import autocasts, build
 from demopt.train.out import Row
 
 FLOAT32_BYTES = 4
-MANY_TOKENS = 1 << 16  # in a forward pass, whose activations may then be more than all else
-TRAINERS = ("momentum", "global_batch")  # settings of an optimizer that are no arguments of its class
+MANY_TOKENS = 1 << 16  # in a forward pass: its activations may then exceed everything else
+TRAINERS = ("momentum", "global_batch")  # settings of an optimizer that are not arguments of its class
 
 
 def cost_of(stats: Stats, seconds: float) -> Row:
@@ -45,7 +45,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
         groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
         return DeMo(groups, momentum_decay=momentum, **rates, **settings)
     inner = demopt.muon_adamw(model, momentum=momentum, **rates)
-    on_host = next(model.parameters()).device.type not in ("cpu", "cuda", "meta")  # where nobody has run the rounds
+    on_host = next(model.parameters()).device.type not in ("cpu", "cuda", "meta")  # nobody has run rounds there
     return LocalDeMo(inner, state_device="cpu" if on_host else None, **settings)
 
 
@@ -96,7 +96,7 @@ def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int)
     here = machine_memory()
     if device.type == "cuda":
         here, workers = torch.cuda.get_device_properties(device).total_memory, 1
-    if config.layers and config.layers > 16:  # thousands take minutes to build, and an eighth of them may be too large
+    if config.layers and config.layers > 16:  # thousands take minutes to build, and an eighth may be too large already
         refuse_if_too_large(replace(config, layers=config.layers // 8), device, workers)
     what = f"--model {config.model}" if config.model else f"--preset {config.preset}"
     with torch.device("meta"):
@@ -118,7 +118,7 @@ def activations_of(config: TrainConfig, device: torch.device) -> int:
     """Returns the bytes that a forward pass on `device` and its loss keep for backward; 0 if they cannot be counted."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    kept: dict[int, Tensor] = {}  # by storage; the tensors, so that no storage comes twice
+    kept: dict[int, Tensor] = {}  # by storage; held, so that no other storage gets its address
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.shape[1:] != (1, config.sequence, config.sequence):  # a mask, which only unknown contents need
@@ -127,7 +127,7 @@ def activations_of(config: TrainConfig, device: torch.device) -> int:
 
     with torch.device("meta"):
         model = build(config)
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it would print the traceback of what cannot be counted
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it would print a traceback if the count fails
     log.disabled = True
     try:
         casts = torch.autocast("cpu", torch.bfloat16, enabled=autocasts(config, device))
@@ -140,12 +140,12 @@ def activations_of(config: TrainConfig, device: torch.device) -> int:
             for parameter in model.parameters():
                 kept.pop(parameter.untyped_storage()._cdata, None)
             return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    except Exception:  # an architecture looks at contents, which are not there
+    except Exception:  # some architectures look at contents, which are not there
         return 0
     finally:
         log.disabled = False
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors, without those of a single number."""
+    """Returns the bytes of tensors, without those that have no dimension."""
     return sum(tensor.nbytes for tensor in tensors if tensor.dim())

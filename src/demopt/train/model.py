@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from demopt.errors import first_line
 from demopt.train.config import BYTE_VOCABULARY, PRESETS, InputError, TrainConfig
 
-ALPHA = 2  # of LoRA, times the rank: the factor of the adapters
+ALPHA = 2  # LoRA's alpha is this times the rank; so this is the factor on the adapters
 
 
 def begin(config: TrainConfig) -> tuple[TrainConfig, nn.Module]:
-    """Builds the model that trains, the same on every rank: a fresh decoder, or --model; records the digest of that.
+    """Builds the model that trains, the same on every rank: a fresh decoder, or --model, whose digest is recorded.
 
-    What trains is float32; a base that LoRA leaves frozen keeps its precision on a GPU. On the meta device
+    Trained parameters are float32; a base that LoRA leaves frozen keeps its precision on a GPU. On the meta device
     (`torch.device("meta")`) only the shapes of --model are read.
     """
     torch.manual_seed(config.seed)
@@ -51,7 +51,7 @@ def build(config: TrainConfig) -> nn.Module:
 def save(config: TrainConfig, model: Any, folder: Path, merge: bool = False) -> None:
     """Saves the model for transformers, in the precision of --model; with --lora its adapters only, unless `merge`."""
     _quiet()
-    folder.mkdir(parents=True, exist_ok=True)  # where a file has the name, transformers saves nothing, and goes on
+    folder.mkdir(parents=True, exist_ok=True)  # if a file has that name, transformers saves nothing and goes on
     if config.lora and not merge:
         model.save_pretrained(folder, save_embedding_layers=False)
         return
@@ -63,7 +63,7 @@ def save(config: TrainConfig, model: Any, folder: Path, merge: bool = False) -> 
 
 
 def _on_host(model: nn.Module) -> Any:
-    """Copies a model to the host: beside it and its optimizer, a GPU may have no memory for another one."""
+    """Copies a model to the host: beside it and its optimizer, a GPU may have no memory for a copy."""
     copies: dict[int, Any] = {id(each): each.to("cpu", copy=True) for each in model.buffers()}
     for each in model.parameters():
         copies[id(each)] = nn.Parameter(each.detach().to("cpu", copy=True), each.requires_grad)
@@ -75,7 +75,7 @@ def _fresh(config: TrainConfig) -> nn.Module:
 
     family = {"llama": LlamaConfig, "olmo": OlmoConfig}[PRESETS[config.preset].family]
     shape: dict[str, Any] = {
-        "vocab_size": config.vocab_size or BYTE_VOCABULARY,  # before the text is read
+        "vocab_size": config.vocab_size or BYTE_VOCABULARY,  # a stand-in until the text is read
         "hidden_size": config.width, "intermediate_size": config.mlp,
         "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "max_position_embeddings": config.sequence, "tie_word_embeddings": True,
@@ -97,7 +97,7 @@ def _loaded(config: TrainConfig) -> Any:
             return AutoModelForCausalLM.from_config(shapes, trust_remote_code=False)
         how: Any = {**local, "use_safetensors": True, "dtype": "auto", "output_loading_info": True}
         model, found = AutoModelForCausalLM.from_pretrained(folder, **how)
-    except Exception as error:  # of a missing or damaged file, an unknown architecture, one that needs its code: any
+    except Exception as error:  # any: a damaged or missing file, an architecture that is unknown or needs its own code
         place, told = Path(folder), f"transformers cannot load it: {first_line(error)}"
         if torch.get_default_device().type != "meta" and not any(place.glob("*.safetensors")):
             told = "has no weights; copy its model.safetensors into it"
@@ -108,13 +108,13 @@ def _loaded(config: TrainConfig) -> Any:
     absent = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
     if absent:
         raise InputError(f"--model {folder}: its files lack {len(absent)} of the tensors, such as {absent[0]}")
-    for tensor in (*model.parameters(), *model.buffers()):  # mapped files, which may be overwritten while it trains
+    for tensor in (*model.parameters(), *model.buffers()):  # they map files, which may be overwritten during training
         tensor.data = tensor.data.clone()
     return model
 
 
 def _learns_positions(model: Any, longest: int) -> bool:
-    """Whether an embedding has a row per position, or two more, as that of OPT; rotary ones go on after the last."""
+    """Whether an embedding has a row per position, or two more, as OPT's; rotary embeddings have no last position."""
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     return any(
         each.num_embeddings in (longest, longest + 2) for each in tables if each is not model.get_input_embeddings()
@@ -151,7 +151,7 @@ def _adapted(model: Any, rank: int) -> nn.Module:
         warnings.simplefilter("ignore")  # peft uses old names of transformers, and sets GPT-2's fan_in_fan_out itself
         try:
             adapted: nn.Module = get_peft_model(model, how)
-        except ValueError as error:  # such as of Mamba, some of whose layers take none
+        except ValueError as error:  # such as for Mamba, some of whose layers take none
             raise InputError(f"--lora: peft puts no adapters on this model: {first_line(error)}") from None
     return adapted.train()
 
@@ -176,7 +176,7 @@ def loss_sum(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig
 
 
 def targets(windows: NDArray[np.int64]) -> int:
-    """Returns the number of tokens in windows that the loss is about."""
+    """Returns the number of tokens in windows that are targets of the loss."""
     return int((windows[:, 1:] >= 0).sum())
 
 

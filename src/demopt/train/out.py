@@ -22,7 +22,7 @@ _READ = {"step", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "ste
 
 
 class OutFolder:
-    """The paths in an --out folder. `old_stop`: when its file `stop` was changed before the command; -1: never."""
+    """The paths in an --out folder. `old_stop`: the last change of its file `stop` before the command; -1: none."""
 
     def __init__(self, root: Path, old_stop: int | None = None) -> None:
         self.root = root
@@ -33,23 +33,23 @@ class OutFolder:
         self.merged = root / "merged"  # with --merge: the model with its adapters in it
         self.picture = root / "loss.svg"
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
-        self.identity = root / IDENTITY  # of the run in a folder that it is of
+        self.identity = root / IDENTITY  # the identity of the run, if that is in a folder
         self.state = root / "state.pt"  # of a worker that left such a run
         self.written = [*vars(self).values(), root / "tensorboard", root / "wandb"][1:]  # without `root`
         self.old_stop = _changed(self.stop) if old_stop is None else old_stop
 
     @property
     def old(self) -> list[Path]:
-        """What may be of an earlier run: the paths that are written, without a `stop` that is for this one."""
+        """The paths that may be an earlier run's: all that are written, except a `stop` for this run."""
         return [place for place in self.written if place != self.stop or _changed(place) == self.old_stop]
 
     @property
     def asks_to_stop(self) -> bool:
-        return os.path.exists(self.stop)  # not its own method, which raises if a share is away for a moment
+        return os.path.exists(self.stop)  # not `Path.exists`, which raises if a share is away for a moment
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turns an error of writing files, such as a full disk, into one line."""
+        """Turns an error in writing files, such as a full disk, into a DemoptError of one line."""
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -61,7 +61,7 @@ class OutFolder:
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
     def refuse_if_taken(self, config: TrainConfig) -> None:
-        """Raises InputError if the folder holds another run, or what may be of none; or if both flags are given."""
+        """Raises InputError if the folder holds another run, or files of no known run, or if both flags are given."""
         if config.overwrite and config.resume:
             raise InputError("--overwrite deletes the run that --resume continues; give one of them")
         is_run = self.config.exists() and "optimizer" in read_run(self.root)  # not the config.json of a model
@@ -82,7 +82,7 @@ class OutFolder:
         from demopt.runs.store import full  # not above: it imports torch, which takes seconds
 
         run = None
-        with suppress(ValueError):  # of none; one that cannot be is told where it is opened
+        with suppress(ValueError):  # no run, or an invalid one, reported where it is opened
             named.append(("--run", run := full(config.run or "")))
         root = self.root.resolve()
         places = {Path(os.path.realpath(place)) for place in written}  # even a link to itself
@@ -124,7 +124,7 @@ class OutFolder:
                     import fcntl
 
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # as Linux and macOS, and Windows say it
+        except (BlockingIOError, PermissionError):  # of Linux and macOS; of Windows
             raise InputError(f"--out {self.root}: a run is at work in it; wait for its end or stop it") from None
         except OSError as error:  # a share or a FUSE disk without locks
             print(f"--out {self.root}: not locked against a second run: {error.strerror}", file=sys.stderr)
@@ -135,7 +135,7 @@ class OutFolder:
             raise InputError(f"--out {self.root} is not the folder that rank 0 writes to; it must be a shared one")
 
     def read_metrics(self) -> list[Row]:
-        """Returns the rows of metrics.jsonl, without lines that are none, as one that a killed process left half."""
+        """Returns the rows of metrics.jsonl; skips invalid lines, such as one that a killed process left half done."""
         rows = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
             with suppress(ValueError, RecursionError, OverflowError):
@@ -159,7 +159,7 @@ def _changed(place: Path) -> int:
 
 
 def _delete(place: Path) -> None:
-    """Deletes a file, or a folder with all in it; of one on another disk, which is a link or a mount, all in it."""
+    """Deletes a file or a folder; of a folder on another disk, which is a link or a mount, only the content."""
     if not place.is_dir():
         place.unlink(missing_ok=True)
         return
@@ -175,10 +175,10 @@ def _fits(value: Any, name: str) -> bool:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file so that at any moment it is the old one or the new one, as a whole; `write` gets another path."""
+    """Writes a file so that at any moment it is wholly the old or wholly the new one; `write` gets another path."""
     aside = path.with_suffix(".partial")
     try:
-        aside.open("wb").close()  # an error of the system, where torch has one of its own
+        aside.open("wb").close()  # raises the system's error, where torch would raise its own
         write(aside)
         sync(aside)
         aside.replace(path)

@@ -81,7 +81,7 @@ class Report(ExitStack):
             os.fsync(self._file.fileno())
 
     def _close(self) -> None:
-        with suppress(OSError):  # of a full disk, which the step that wrote last has told
+        with suppress(OSError):  # a full disk, which the last step has reported
             self._file.close()
 
 
@@ -108,7 +108,7 @@ def open_tracker(out: OutFolder, config: TrainConfig, done: int, held: ExitStack
 
 
 def finish(config: TrainConfig, out: OutFolder, model: Any, corpus: Corpus, last: bool = True) -> None:
-    """Saves the model and its tokenizer for transformers, and prints the table. `last`: the last step was its own."""
+    """Saves model and tokenizer for transformers; prints the table if `last`: the worker took part in the last step."""
     for place in (out.model, out.merged) if config.merge else (out.model,):
         save(config, model, place, merge=place == out.merged)
         save_tokenizer(config, place, corpus.bytes_per_token is not None)
@@ -140,9 +140,9 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     table.add_row(f"final validation loss, {unit}", f"{final:.4f}")
     if bytes_per_token not in (None, 1):
         table.add_row("final validation loss, nats per byte", f"{final / (bytes_per_token or 1):.4f}")
-    # Not the median, which has no round; the first steps warm up, or compile.
+    # The mean, because the median step has no round; without the first steps, which warm up or compile.
     seconds = statistics.mean(row["step_seconds"] for row in rows[min(WARM_UP, len(rows) // 2) :])
-    in_folder = "workers" in rows[-1]  # where tokens are also those of steps without this worker
+    in_folder = "workers" in rows[-1]  # there, tokens include those of steps without this worker
     tokens = (
         statistics.mean(tokens_of(row, config) for row in rows) if in_folder else rows[-1]["tokens"] / rows[-1]["step"]
     )

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: on a terminal a bar, elsewhere a line at most every ten seconds."""
+"""The display while a run trains: on a terminal a bar, elsewhere a line at most every ten seconds."""
 
 import math
 import time
@@ -16,10 +16,10 @@ from demopt.train.config import TrainConfig
 from demopt.train.out import Row
 
 QUIET_SECONDS = 10.0  # at most, between lines
-WARM_UP = 10  # steps of a start that say nothing about the time that is left
-MEASURED = 5  # steps after these, at least, for a time that is left
-LINE = 79  # letters, at most
-BAR = 20  # letters, where there is room
+WARM_UP = 10  # first steps, which an estimate of the time left ignores
+MEASURED = 5  # steps after these that an estimate needs at least
+LINE = 79  # characters, at most
+BAR = 20  # characters, where there is room
 
 
 class Screen(ExitStack):
@@ -80,12 +80,12 @@ class Screen(ExitStack):
 
 
 def tokens_of(row: Row, config: TrainConfig) -> int:
-    """Returns the tokens of a step of all workers, which in a folder come and go."""
+    """Returns the tokens of a step over all workers, whose number varies in a folder."""
     return replace(config, workers=row.get("workers", config.workers)).tokens_per_step
 
 
 def fitting(fields: list[str], width: int) -> str:
-    """Joins as many fields as fit into `width` letters, the first ones."""
+    """Joins as many of the first fields as fit into `width` characters."""
     while len("  ".join(fields)) > width and len(fields) > 1:
         fields = fields[:-1]
     return "  ".join(fields)

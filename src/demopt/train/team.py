@@ -24,7 +24,7 @@ from demopt.train.config import InputError, SharedInputError, TrainConfig
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that tells gloo which network interface to take
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
-_IPV6 = Path("/proc/net/if_inet6")  # an address a line, and the name of its interface
+_IPV6 = Path("/proc/net/if_inet6")  # per line an address and the name of its interface
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Team:
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The context for torch's collectives: their failure names the lost rank."""
+        """A context for torch's collectives, in which a failure names the lost rank."""
         return self.exchange.waiting() if isinstance(self.exchange, Collective) else nullcontext()
 
     def agree(self, work: Callable[[], T]) -> T:
@@ -95,7 +95,7 @@ def join(config: TrainConfig) -> Team:
 
 
 def _connect(backend: str, seconds: float) -> None:
-    """Makes the default process group, of that time-out; raises ExchangeError if a rank is absent, or unreachable."""
+    """Makes the default process group with this time-out; ExchangeError if a rank is absent or unreachable."""
     timeout = timedelta(seconds=seconds)
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
@@ -106,7 +106,7 @@ def _connect(backend: str, seconds: float) -> None:
             store.wait(names, timeout)
         if absent := [name for name in names if not store.check([name])]:
             raise ExchangeError(f"{', '.join(absent)} did not start within {seconds:g} s; see the output there")
-        # gloo tries for five time-outs to connect two ranks. All are here: a fifth suffices.
+        # gloo tries to connect two ranks for five time-outs. All ranks are here, so a fifth suffices.
         tries = max(timeout / 5, timedelta(seconds=1))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=tries)
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def _spans_machines() -> bool:
         return False
     try:
         return not is_loopback(address_of(os.environ.get("MASTER_ADDR", "localhost")))
-    except (OSError, UnicodeError):  # the latter of a name that no host can have
+    except (OSError, UnicodeError):  # UnicodeError: a name that no host can have
         return True
 
 
@@ -151,7 +151,7 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
         kind, found = here.type, torch.accelerator.device_count()
     if wanted not in ("auto", "cpu", kind):
         raise InputError(f"--device {wanted}: this torch has {' and '.join({'cpu': 0, kind: 0})} here; take one")
-    if wanted == "cpu" or kind == "cpu" or (wanted == "auto" and kind != "cuda"):  # no run of ours has met the others
+    if wanted == "cpu" or kind == "cpu" or (wanted == "auto" and kind != "cuda"):  # we have never run on the others
         return torch.device("cpu")
     if local_world_size > found:
         raise InputError(f"{local_world_size} workers but {found} GPUs; use --workers {found} or --device cpu")
@@ -164,9 +164,9 @@ def cores() -> int:
 
 @contextmanager
 def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "this step") -> Iterator[list[int]]:
-    """Yields the signals that have come: the first is a request to stop, a second with Ctrl-C ends the process at once.
+    """Yields the signals so far: the first requests a stop; a second, if either is Ctrl-C, ends the process at once.
 
-    With the launcher end its workers. They have POSIX sessions of their own, so Ctrl-C in a terminal spares them.
+    The launcher's workers end with it. They have POSIX sessions of their own, so Ctrl-C in a terminal spares them.
     """
     received: list[int] = []
 
@@ -191,7 +191,7 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
 
 def signals_to_stop() -> list[signal.Signals]:
     kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    # What is ignored stays so, as SIGHUP under nohup; a script's `&` ignores SIGINT, which somebody sends on purpose.
+    # Ignored signals stay ignored, as SIGHUP under nohup, but SIGINT, which a script's `&` ignores, is sent on purpose.
     return [each for each in kinds if each == signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN]
 
 
@@ -215,13 +215,13 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def gloo_address() -> tuple[str, str]:
-    """Returns the address that gloo listens on, and why: of the interface that is named, or of the host name.
+    """Returns the address that gloo listens on, and the reason: it is the named interface's, or the host name's.
 
-    Empty for an interface whose address the system does not tell.
+    The address is empty if the system does not tell the interface's.
     """
     if name := os.environ.get(INTERFACE):
-        first, here = name.split(",")[0], dict(reversed(addresses()))  # of each the first one, which gloo takes
-        if here and first not in here:  # Linux only tells them
+        first, here = name.split(",")[0], dict(reversed(addresses()))  # each one's first address, as gloo takes it
+        if here and first not in here:  # only Linux lists them
             raise InputError(f"{INTERFACE} is {name}; this machine has {', '.join(sorted(here))}: name one")
         return here.get(first, ""), f"{INTERFACE} is {name}"
     host = socket.gethostname()

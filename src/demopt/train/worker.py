@@ -34,7 +34,7 @@ from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report, finish
 from demopt.train.team import Team, join, signals_to_stop, stop_on_signals
 
-#: Files beside SETTINGS.json: the launcher asks for the end; the run has come to its own; `OutFolder.old_stop`.
+#: Files beside SETTINGS.json: the launcher asks the run to stop; the run has ended by itself; `OutFolder.old_stop`.
 STOP, ENDED, OLD_STOP = "stop", "ended", "old_stop"
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -43,8 +43,8 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 class Connected(Training):
     """One of several connected ranks, which take equally many steps; `resumed`: the checkpoint that they go on from.
 
-    With --epochs each step takes the next sequences of the epoch, and the ranks consecutive parts of them. So the place
-    in the epoch is the tokens so far, whatever the number of workers has been.
+    With --epochs each step takes the next sequences of the epoch, and each rank a consecutive part of them. So the
+    tokens so far give the place in the epoch, whatever the number of workers has been.
     """
 
     stop_requested: Callable[[], bool]
@@ -80,7 +80,7 @@ class Connected(Training):
         self.number += 1
         if self._total:
             read = self.tokens // tokens
-            taken = min(ends[-1], self._total - read)  # the last step may have fewer: each rank its part of them
+            taken = min(ends[-1], self._total - read)  # the last step may have fewer, of which each rank gets a part
             first, last = (read + taken * end // ends[-1] for end in ends[rank : rank + 2])
             self._sequences, self.tokens = last - first, self.tokens + taken * tokens
             return numbered(train, config, range(first, last))
@@ -101,16 +101,16 @@ class Connected(Training):
         self._reduce(rows)
         if not self._said_route and isinstance(optimizer, DeMo | LocalDeMo) and optimizer.stats.route:  # after a round
             self._said_route = True
-            self.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # not why no other one
+            self.report.say(f"route {optimizer.stats.route.partition(';')[0]}")  # without the reason
         return True
 
     def after_report(self, row: Row) -> None:
-        """Saves, if it is time, where `train_steps` pauses, or if the run is over."""
+        """Saves if a checkpoint is due, where `train_steps` has paused, or if the run is over or was stopped."""
         optimizer = self.optimizer
         if not (self._stopped or self.ended or row["step"] % self.config.save_every == 0):
             return
         if isinstance(optimizer, LocalDeMo):
-            optimizer.flush()  # after a stop that was asked for: no round stays in flight
+            optimizer.flush()  # after a requested stop, so that no round stays in flight
         saved = checkpoint.CheckpointRecord(self.number, self.corpus.fingerprint, self.config.record(), self.tokens)
         with self.out.writing(), self.shared(), self.team.waiting():
             self.report.sync()
@@ -122,7 +122,7 @@ class Connected(Training):
         return not (isinstance(self.optimizer, LocalDeMo) and self.optimizer.local_steps)
 
     def _step(self, pause: bool) -> Row:
-        """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
+        """Takes the optimizer's step; returns its cost for this rank, or, with delay, the cost of the applied round.
 
         `pause`: no round may stay in flight. After the last step, local steps go into one more round.
         """
@@ -143,7 +143,7 @@ class Connected(Training):
         return cost_of(stats, time.perf_counter() - began)
 
     def _reduce(self, rows: list[Row]) -> None:
-        """One all-reduce: the losses' means, weighed by sequences; the shares of the batch; who wants to stop."""
+        """One all-reduce for the losses' means, weighted by sequences, the shares of the batch, and stop requests."""
         team = self.team
         weighed, batches = [row["loss"] * row["batch"] for row in rows], [float(row["batch"]) for row in rows]
         speeds = [self.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
@@ -246,12 +246,12 @@ def made(place: Path) -> Path:
 
 
 def main() -> NoReturn:
-    """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
+    """Runs as a worker of demopt's launcher; torch's error file carries an error to the launcher."""
     settings, launcher = Path(sys.argv[1]), int(sys.argv[2])
     open_outlets()
-    if sys.platform == "linux":  # which then ends it with its launcher, even a killed one
+    if sys.platform == "linux":  # it then ends this worker with its launcher, even a killed one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was gone before
+        if os.getppid() != launcher:  # the launcher was gone already
             os._exit(1)
     code, stop = 1, settings.with_name(STOP)
     for each in signals_to_stop():  # a service manager sends its SIGTERM to the workers, too

@@ -40,7 +40,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
-    """Joins each section's planes, bits (bool; packed at once for all) before bytes (uint8), to uint8 [n]."""
+    """Joins each section's planes into uint8 [n]: bits (bool; packed for all sections at once), then bytes (uint8)."""
     bits = [[plane for plane in planes if plane.dtype == torch.bool] for planes in sections]
     sizes = [sum((plane.numel() + 7) // 8 for plane in planes) for planes in bits]
     together = [plane for planes in bits for plane in planes]
@@ -65,7 +65,7 @@ def pack_bits(*planes: Tensor) -> Tensor:
 
 
 def each_bit(values: Tensor, bits: int) -> Tensor:
-    """Returns the lowest bits of integers [...], each alone, as bool [..., bits]; of booleans themselves."""
+    """Returns the lowest bits of integers [...], one by one, as bool [..., bits]; booleans are returned unchanged."""
     if values.dtype == torch.bool:
         return values
     single = constant(tuple(1 << n for n in range(bits)), values.dtype, values.device)
@@ -73,7 +73,7 @@ def each_bit(values: Tensor, bits: int) -> Tensor:
 
 
 def bits_of(packed: Tensor) -> Tensor:
-    """Returns the bits of bytes uint8 [..., n], each alone, as bool [..., 8 n]."""
+    """Returns the bits of bytes uint8 [..., n], one by one, as bool [..., 8 n]."""
     return each_bit(packed, 8).flatten(-2)
 
 
@@ -100,8 +100,8 @@ class IndexCode:
 
     The map has `width` bits: with the high parts in unary, bit high_i + i is set for the i-th position.
 
-    Where all N coefficients are kept, it has neither. Otherwise the shorter of two: all ceil(log2 N) bits of a position
-    and no map; or Elias-Fano (Elias 1974, Fano 1971), in its fixed-length form, with floor(log2(N / K)) low bits.
+    If all N coefficients are kept, it has no low bits and no map. Otherwise it is the shorter of two: all ceil(log2 N)
+    bits and no map; or Elias-Fano (Elias 1974, Fano 1971), in its fixed-length form, with floor(log2(N / K)) low bits.
 
     Examples:
         >>> code = index_code(keep=4, length=16)
@@ -178,7 +178,7 @@ class IndexCode:
 
 @functools.lru_cache(maxsize=64)
 def _low_bits(low: int, count: int, device: torch.device) -> Tensor:
-    """Returns bool [count, low]: the lowest bits of the numbers from 0 on, each alone."""
+    """Returns bool [count, low]: the lowest bits, one by one, of the numbers from 0 on."""
     return each_bit(torch.arange(count, device="cpu"), low).to(device)
 
 

@@ -1,7 +1,7 @@
 """A 64-bit checksum of tensors (docs/wire-format.md): sums modulo 2**64, the same in any order, so on every device.
 
-The top bits of two words weigh the same, 2**63: if nothing else changes, their flips cancel. To mix each word before
-the product would cost another pass over the message. It guards against accidents, not attacks.
+The top bit of every word weighs 2**63: two of them that flip, with nothing else changed, cancel. Mixing each word
+before the product would cost another pass over the message. It guards against accidents, not attacks.
 """
 
 import functools
@@ -22,7 +22,7 @@ def checksum(data: Tensor) -> Tensor:
 
 
 def block_sums(words: Tensor) -> Tensor:
-    """Returns the sums of the blocks of words int64 [..., n], of which `combined` makes a checksum."""
+    """Returns the sum of each block of words int64 [..., n]; `combined` makes a checksum of them."""
     weights = _weights(words.device)
     if words.shape[-1] <= BLOCK:
         blocks, weights = words.unsqueeze(-2), weights[: words.shape[-1]]
@@ -35,13 +35,13 @@ def block_sums(words: Tensor) -> Tensor:
 
 
 def combined(sums: Tensor, without: tuple[int, Tensor] | None = None) -> Tensor:
-    """Returns the checksum int64 [...] of block sums. `without`: a word of the first block, left out: number, value."""
+    """Returns the checksum int64 [...] of block sums. `without`: number and value of a left-out word of block 0."""
     if without is not None:
         number, words = without
         sums = sums.clone()
         sums[..., 0] -= words * _weights(sums.device)[number]
     while sums.shape[-1] > 1:
-        sums = block_sums(splitmix64(sums))  # or word i of block j and word j of block i would have the same weight
+        sums = block_sums(splitmix64(sums))  # otherwise word i of block j and word j of block i would weigh the same
     return sums.squeeze(-1)
 
 
@@ -61,7 +61,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor's elements in their order, uint8 [n], which may be its memory."""
+    """Returns the bytes of a tensor's elements in their order, uint8 [n]; maybe a view of its memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)  # views have other bytes in memory
     # the stride of a single element, or of none, may be anything
     flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

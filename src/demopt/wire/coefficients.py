@@ -22,16 +22,16 @@ from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
-_LIMIT = 1e35  # also of float64, which float32 parameters may receive
+_LIMIT = 1e35  # also for float64 values, which float32 parameters may receive
 _LARGEST_LEVEL = 127
-_AT_ONCE = 1 << 18  # coefficients of a rank, whose signs are compared while they are in a cache
+_AT_ONCE = 1 << 18  # coefficients per rank, few enough for a cache while their signs are compared
 _MEANS_AT_ONCE = 1 << 23  # coefficients
 _TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients(ABC):
-    """The decoded coefficients of W ranks: the strongest, or the signs of all. `names` are tensors [W, C, ...]."""
+    """The decoded coefficients of W ranks: the strongest, or signs of all. `names` lists its tensors [W, C, ...]."""
 
     length: int  # N
     codes: Tensor | None = None  # of scales [W, C]; None: values are floats
@@ -46,7 +46,7 @@ class Coefficients(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that have a row for each rank."""
+        """The tensors with a row per rank, by name."""
         found = {name: getattr(self, name) for name in (*self.names, "codes")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -55,7 +55,7 @@ class Coefficients(ABC):
 
     @staticmethod
     def cat(parts: Sequence[Coefficients], dim: int) -> Coefficients:
-        """Concatenates those of ranks (`dim` 0), or of spans of chunks (1)."""
+        """Concatenates the coefficients of ranks (`dim` 0), or of spans of chunks (1)."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -85,12 +85,12 @@ class Coefficients(ABC):
 
     @property
     def scales(self) -> Tensor:
-        """The scales as float32 [W, C]; NaN where the code of one is invalid."""
+        """The scales as float32 [W, C]; NaN where a code is invalid."""
         assert self.codes is not None
         return scale_of(self.codes)
 
     def compact(self) -> Coefficients:
-        """Returns a narrow copy, as kernels read it, of coefficients without faults: 3 bytes for each, if integers."""
+        """Returns a narrow copy of coefficients without faults, as kernels read it: 3 bytes each if integers."""
         narrow = {"codes": torch.int16, "positions": torch.int16 if self.length <= 1 << 15 else torch.int32}
         narrow |= {} if self.codes is None else {"numbers": torch.int8}
         changed: dict[str, Any] = {name: each.to(narrow.get(name, each.dtype)) for name, each in self.tensors.items()}
@@ -98,13 +98,13 @@ class Coefficients(ABC):
 
     @abstractmethod
     def agreement(self) -> Tensor:
-        """Returns how far two ranks agree, int64 [2, W, W]; large coefficients and large chunks count more."""
+        """Returns how far every two ranks agree, int64 [2, W, W]; large coefficients and large chunks count more."""
 
     @abstractmethod
     def clipped_to_median(self) -> Coefficients:
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        No message then moves a chunk further than the median rank's. Integers stay integers, of a smaller scale.
+        No message then moves a chunk further than the median rank's. Integers stay integers, with a smaller scale.
         """
 
     @abstractmethod
@@ -213,7 +213,7 @@ class SignBits(Coefficients):
         return torch.stack((agreement_WW, torch.full_like(agreement_WW, chunks * self.length)))
 
     def clipped_to_median(self) -> Coefficients:
-        """The samples, too, to the upper median: of two ranks each counts by its own."""
+        """Clips the samples, too, to their upper median, so that two ranks both keep theirs."""
         most = sorted(self.samples)[len(self.samples) // 2]
         samples = tuple(min(count, most) for count in self.samples)
         return replace(self, codes=torch.minimum(self.codes, _median(self.codes)), samples=samples, top=None)
@@ -242,7 +242,7 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse(faults: Faults, rank: int | None = None) -> None:
-    """Raises MessageError with the first reason that holds, and the first rank; or `rank`, the sender of one row."""
+    """Raises MessageError for the first fault found, with the first rank that has it, or `rank` if given."""
     for reason, fault in faults:
         if bool(fault.any()):
             raise MessageError(reason, int(fault.flatten(1).any(1).nonzero()[0]) if rank is None else rank)
@@ -254,12 +254,12 @@ def _factors(norms_WC: Tensor) -> Tensor:
 
 
 def _chunk_weights(norms_WC: Tensor) -> Tensor:
-    """Returns the weights with which chunks of these norms count, clipped to the median: int64, up to `FULL`."""
+    """Returns the weights of chunks with these norms, which are clipped to the median: int64, up to `FULL`."""
     return (FULL * (norms_WC / _median(norms_WC).clamp(min=_TINY)).clamp_(max=1.0)).to(torch.int64)
 
 
 def _median(values_WC: Tensor) -> Tensor:
-    """Returns the median over the ranks, the lower one of two, [C]; torch's own is not deterministic on GPUs."""
+    """Returns the median over the ranks, [C], the lower of two; torch's own is not deterministic on GPUs."""
     return values_WC.sort(dim=0).values[(len(values_WC) - 1) // 2]
 
 
@@ -269,7 +269,7 @@ def number_faults(numbers: Tensor) -> Faults:
 
 
 def code_faults(codes: Tensor) -> Faults:
-    """Returns where values with scales of these codes could be such numbers."""
+    """Returns where values with scales of these codes could be unusable, too."""
     return [(_UNUSABLE, _unusable_codes(codes.device)[codes])]
 
 

@@ -59,12 +59,12 @@ class Section:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """The chunks in spans that are encoded or decoded at once, which bounds memory; without chunks an empty one."""
+        """The chunks in spans that are encoded or decoded at once, to bound memory; one empty span without chunks."""
         return self._runs(_COEFFICIENTS_AT_ONCE)
 
     @cached_property
     def device_spans(self) -> list[slice]:
-        """The chunks in spans, as an accelerator encodes or decodes them; signs of all, eight to a byte, in one."""
+        """The spans that an accelerator encodes or decodes at once; one for signs of all, which are eight to a byte."""
         return self._runs((self.chunks + GRANULE) * self.keep if self.all_signs else _DEVICE_COEFFICIENTS_AT_ONCE)
 
     def _runs(self, coefficients: int) -> list[slice]:
@@ -85,8 +85,8 @@ class Section:
     ) -> tuple[Coefficients, Faults]:
         """Decodes the coefficients of a span of chunks from uint8 [W, size], without waiting for the device.
 
-        Returns also the faults. A span begins a granule. `bits_Wb`, those of the narrow planes, and `codes_WC`, of all
-        chunks' scales, are given where they are decoded already; then the codes' faults are known too.
+        Also returns the faults. A span begins at a granule. `bits_Wb`, the narrow planes' bits, and `codes_WC`, the
+        codes of all chunks' scales, are given if decoded already; then the codes' faults are known, too.
         """
         # The planes of positions come first; there are none where all coefficients are sent.
         parts, chunks, split = self.cut(data_WB, span, bits_Wb), span.stop - span.start, len(self.index.planes)
@@ -113,7 +113,7 @@ class Section:
         return Strongest(positions, numbers, length=self.length, codes=codes, samples=samples), faults
 
     def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
-        """Decodes and checks all chunks on a CPU, compact, to be kept; MessageError if one is invalid, from `rank`."""
+        """Decodes and checks all chunks on a CPU, in compact form; MessageError, of `rank`, if one is invalid."""
         parts: list[Coefficients] = []
         for span in [slice(0, self.chunks)] if self.all_signs else self.spans:
             part, faults = self.decode(data_WB, span)
@@ -123,7 +123,7 @@ class Section:
 
     @cached_property
     def narrow_bytes(self) -> int:
-        """The bytes of the planes that an accelerator decodes from their bits: all, but for a last one of bytes."""
+        """The bytes of the planes that an accelerator decodes from their bits: all but a last plane of whole bytes."""
         return self.size if self.planes[-1].bits != 8 else self.size - self.sizes[-1]
 
     @cached_property
@@ -133,7 +133,7 @@ class Section:
         return slice(start, start + SCALE_BITS * self.chunks * bool(QUANTIZERS[self.values].largest_level))
 
     def cut(self, data_WB: Tensor, span: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
-        """Returns the bytes of a span of chunks in each plane, as views; of narrow planes the bits, if given."""
+        """Returns the bytes of a span of chunks in each plane, as views; for narrow planes the bits, if given."""
         parts, begin = [], 0
         for plane, size in zip(self.planes, self.sizes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
@@ -162,7 +162,7 @@ class Layout:
         return [section.size for section in self.sections]
 
     def bodies(self, body: Tensor) -> list[Tensor]:
-        """Returns views [..., n] of each section's bytes in bodies uint8 [..., size], also without their padding."""
+        """Returns views [..., n] of each section's bytes in bodies uint8 [..., size], with or without their padding."""
         return list(body[..., : sum(self.sizes)].split(self.sizes, dim=-1)) if self.sizes else []
 
     def checked(self, bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients]:
@@ -171,7 +171,7 @@ class Layout:
         return [section.checked(data, rank) for section, data in pairs]
 
     def decode(self, bodies_WB: Tensor, devices: Sequence[torch.device]) -> tuple[list[Coefficients], Faults]:
-        """Decodes all sections, what is narrow at once: few launches. Waits for no device; returns also faults."""
+        """Decodes all sections, their narrow planes at once: few launches. Waits for no device; also returns faults."""
         datas, sections = self.bodies(bodies_WB), self.sections
         narrow = [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)]
         bits = bits_of(torch.cat(narrow, -1)).split([8 * section.narrow_bytes for section in sections], -1)

@@ -23,7 +23,7 @@ FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the send
 
 _HEADER = struct.Struct("<4sHHQIIQQQIIQ")  # the last field is the checksum
 _CHECKSUM = slice(56, 64)
-_BYTES_AT_ONCE = 1 << 20  # of messages whose checksums are computed together; so much more memory that takes
+_BYTES_AT_ONCE = 1 << 20  # of messages whose checksums are computed together, which takes as much memory again
 _DEVICE_BYTES_AT_ONCE = 1 << 26  # an accelerator pays for each operation
 
 
@@ -67,7 +67,7 @@ class RawHeader(NamedTuple):
 
 
 def pack_message(header: Header, *parts: Tensor, size: int | None = None, device: torch.device | None = None) -> Tensor:
-    """Builds the message uint8 [64 + n] of a body's parts; zeros pad it to n = `size`, a multiple of 8, if given."""
+    """Builds the message uint8 [64 + n] from a body's parts; zeros pad it to n = `size`, a multiple of 8, if given."""
     here = torch.device("cpu") if device is None else device
     moved, given = [part.to(here) for part in parts], sum(part.numel() for part in parts)
     length = given if size is None else size
@@ -106,14 +106,14 @@ def read_headers(messages: Tensor, faults_W: Tensor | None = None) -> list[RawHe
 
 
 def handshake_due(received: list[RawHeader]) -> bool:
-    """Whether a sender announces a layout, or has other settings. Ranks may differ in what came: whole ones count."""
+    """Whether a sender announces a layout or has other settings, by whole messages: ranks may get different bytes."""
     whole = [header for header in received if header.is_whole]
     differ = whole[:1] == received[:1] and not _alike({header.settings for header in whole})
     return differ or any(header.flags & NEW_LAYOUT for header in whole)
 
 
 def _alike(settings: set[int]) -> bool:
-    """Whether settings digests are equal. One without a number is from before the handshake, or of a replay."""
+    """Whether settings digests are equal. One without an optimizer number predates the handshake, or is a replay's."""
     return len({each & ~OPTIMIZER for each in settings}) == 1 and len({each & OPTIMIZER for each in settings} - {0}) < 2
 
 
@@ -121,7 +121,7 @@ def check_headers(received: list[RawHeader], expected: Header, body_bytes: int, 
     """Checks the headers of messages, row r of rank r; returns the union of their flags.
 
     `expected` holds this rank's round number, world size, layout and settings. Bodies are checked by their checksums.
-    Raises MessageError, which names the first bad rank; with `answers`, of owners, also the rank that one refused.
+    Raises MessageError, which names the first bad rank or, among owners' `answers`, the rank that one refused.
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")

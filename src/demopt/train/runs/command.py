@@ -20,7 +20,7 @@ WATCH_SECONDS = 5.0  # between two looks
 
 
 class NoRunError(InputError):
-    """Nothing is wrong with an address, but there is no run: `train` starts one."""
+    """The address is valid, but there is no run: `train` starts one."""
 
 
 Address = Annotated[str, typer.Argument(help="The run: a path, s3://bucket/name, gs:// or az://.")]
@@ -96,7 +96,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
         print(f"nothing to stop: the run is {found['state']} after {progress(found)}{more}")
         return 0
     put_stop(run.store, number, run.record.identity)
-    most = len(found["workers"]) + 2  # they take turns at reading the wish, and tell it in their next message
+    most = len(found["workers"]) + 2  # they take turns reading the wish, and pass it on in their next message
     print(f"all workers will stop within {most} rounds; go on with: {again}")
     return 0
 
@@ -137,7 +137,7 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
 
 
 def key_of(key_file: str | None) -> bytes | None:
-    """Returns the key in a file, which is read once: it may be a pipe. InputError if it holds none."""
+    """Returns the key in a file, which is read once, because it may be a pipe. InputError if it holds none."""
     from demopt.runs.key import read_key
 
     try:
@@ -147,9 +147,9 @@ def key_of(key_file: str | None) -> bytes | None:
 
 
 def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str = "") -> "FolderExchange":
-    """Opens a run that is there; NoRunError if none is, InputError if the address is none.
+    """Opens an existing run; NoRunError if there is none, InputError if the address is invalid.
 
-    `flags`: to start one instead.
+    `flags`: for the command in the error that starts a run.
     """
     from demopt.runs.exchange import FolderExchange
     from demopt.runs.store import full, in_time
@@ -160,7 +160,7 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
         run = FolderExchange(address, patience=patience, key=key) if is_there else None
     except ValueError as error:
         raise InputError(str(error)) from None
-    if run is None or run.read_record() is None:  # opening a folder that is absent would make it
+    if run is None or run.read_record() is None:  # opening an absent folder would create it
         what, to = (
             "is no folder here" if run is None else "holds no run",
             "to" if is_bucket else "is its disk mounted? To",

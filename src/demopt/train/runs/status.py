@@ -1,4 +1,4 @@
-"""How far a run is, and whom it waits for: read from its folder, without joining."""
+"""A run's progress, and the workers that it waits for: read from its folder, without joining."""
 
 import statistics
 from contextlib import suppress
@@ -18,7 +18,7 @@ from demopt.train.screen import duration
 
 #: The numbers in a worker's note that others read, and the largest of each that a training run can have.
 NUMBERS = {"loss": 1e6, "val_loss": 1e6, "sequences": float(1 << 32), "before": float(1 << 53), "speed": 1e9}
-SPANS = (32, 16, 8, 4, 2, 1)  # rounds that the time of a round is measured over: the first that one worker has proposed
+SPANS = (32, 16, 8, 4, 2, 1)  # rounds over which to time a round: the first span with the same author at both ends
 SKEW = 60.0  # seconds that clocks may differ by
 
 
@@ -56,7 +56,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         "epoch": counts["epochs"] * read if read is not None and "epochs" in counts else None,
         "loss": _mean(senders, "loss"),
         "val_loss": _mean(senders, "val_loss"),
-        "val_step": max(0, done - 1) // evaluated * evaluated if evaluated else None,  # before its last message
+        "val_step": max(0, done - 1) // evaluated * evaluated if evaluated else None,  # the last before the message
         "checkpoint": checkpoint,
         "log": "kept" if record.keep_log else "since the last but one checkpoint",
         "decided": last.at if last else None,
@@ -94,7 +94,7 @@ def shown(found: dict[str, Any]) -> Group:
 
 
 def progress(found: dict[str, Any]) -> str:
-    """Returns the step of a run, or the round of one that a script has started, whose steps nobody knows."""
+    """Returns the step of a run, or the round if a script has started it, because its steps are unknown."""
     if found["step"] is None:
         return f"round {found['round']}"
     return f"step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
@@ -120,9 +120,9 @@ def _mean(senders: dict[str, Any], name: str) -> float | None:
 def _seconds_of_a_round(store: Store, record: Record, last: Manifest | None) -> float | None:
     """Returns the mean time of the last rounds."""
     for span in SPANS:
-        with suppress(MessageError):  # who needs a damaged one says so
+        with suppress(MessageError):  # whoever needs a damaged one reports it
             if last and last.round >= span and (before := log.read_manifest(store, record.identity, last.round - span)):
-                if before.author != last.author:  # by two clocks, of which one may be hours ahead
+                if before.author != last.author:  # two clocks, one of which may be hours ahead
                     continue
                 seconds = _seconds_between(before.at, last.at)
                 return None if seconds is None else round(seconds / span, 2)
@@ -130,7 +130,7 @@ def _seconds_of_a_round(store: Store, record: Record, last: Manifest | None) -> 
 
 
 def _seconds_between(one: str, other: str) -> float | None:
-    """Returns the seconds between two times as manifests have them; None if one is no time, or a clock is wrong."""
+    """Returns the seconds between two times of manifests; None if one is not a time, or a clock is wrong."""
     with suppress(ValueError, TypeError, OverflowError):
         found = (datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds()
         return max(0.0, round(found, 1)) if found > -SKEW else None
@@ -138,7 +138,7 @@ def _seconds_between(one: str, other: str) -> float | None:
 
 
 def sequences_so_far(store: Store, run: str, last: Manifest | None) -> int:
-    """Returns the sequences of all messages up to a manifest: its own, and those that its senders know of before."""
+    """Returns the sequences of all messages up to a manifest: its own, and the earlier ones that its senders report."""
     while last is not None and not last.senders:  # it moved nothing
         last = log.read_manifest(store, run, last.round - 1) if last.round else None
     notes = [numbers_of(sender.note) for sender in last.senders] if last else []
@@ -147,7 +147,7 @@ def sequences_so_far(store: Store, run: str, last: Manifest | None) -> int:
 
 
 def numbers_of(note: Any) -> dict[str, float]:
-    """Returns the known numbers in a note; anything else that another worker has put there is as good as nothing."""
+    """Returns the known numbers in a note; ignores anything else that another worker has put there."""
     found = note if isinstance(note, dict) else {}
     known = {name: value for name, value in found.items() if name in NUMBERS and type(value) in (int, float)}
     return {name: value for name, value in known.items() if 0 <= value <= NUMBERS[name]}

@@ -1,4 +1,4 @@
-"""One worker of a run in a folder: it joins, trains along, and leaves with its own state saved."""
+"""One worker of a run in a folder: it joins, takes part, and leaves with its own state saved."""
 
 import dataclasses
 import math
@@ -49,19 +49,19 @@ from demopt.train.team import Team, cores, pick_device, stop_on_signals
 #: The settings that a machine takes from a run: those that must be equal, and where its text, model and tokenizer are.
 FROM_RUN = {"data", "model", "tokenizer", *(name for name, about in SETTINGS.items() if not about["free"])}
 TEXT = "text"  # in the run's settings: the fingerprint of the text
-LONG = 2.0  # seconds of waiting for others that are worth a word
+LONG = 2.0  # seconds of waiting for others that are worth a message
 
 
 def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out: OutFolder | None = None) -> int:
-    """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code.
+    """Runs `demopt train --run ADDRESS`: starts the run, or joins it if it exists; returns the exit code.
 
-    A run that is known starts no other one: `run`, or the one that --out is of.
+    If a run is known, `run` or the one that --out belongs to, no other one is started.
     """
     config = resolve(config)
     device = _check(config)
     out = out or OutFolder(Path(config.out))
     if not (config.overwrite or config.resume) and _is_of(out, config.run):  # the same command again, after an error
-        begun = any(place.exists() for place in out.old if place != out.config)  # or killed before it had a run
+        begun = any(place.exists() for place in out.old if place != out.config)  # False: killed before it had a run
         config = dataclasses.replace(config, resume=begun, overwrite=not begun)
     out.refuse_if_taken(config)
     key = key_of(config.key_file) if run is None else None
@@ -71,7 +71,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
         if known != run.record.identity and (known or not _is_of(out, config.run)):  # a run that has moved is the same
             raise InputError(f"--out {config.out} holds another run than {config.run}; give another --out")
     elif run is None:
-        with suppress(NoRunError):  # it starts one. A wish to stop from now on is for this worker, too
+        with suppress(NoRunError):  # then it starts one. A wish to stop from now on is meant for this worker, too
             run = open_run(config.run, key, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
@@ -98,7 +98,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
     with out.claimed(config), stop_on_signals(after="one more round") as received:
         run.asked_to_stop = lambda: bool(received) or out.asks_to_stop
         try:
-            if config.threads or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
+            if config.threads or "OMP_NUM_THREADS" not in os.environ:  # torch has read that
                 torch.set_num_threads(config.threads or cores())
             team, model = Team(0, 1, device, SingleRank()), model.to(device)
             optimizer = make_optimizer(config, model, run)
@@ -122,7 +122,7 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
 
 
 def _to_go_on(config: TrainConfig, theirs: Given) -> str:
-    """Returns the command by which this worker goes on. `theirs`: the run's settings, which it takes from there."""
+    """Returns the command that makes this worker go on. `theirs`: the run's settings, which the command omits."""
     if any(getattr(config, name) != getattr(TrainConfig, name) for name in ("merge", "tracker", "compile", "timeout")):
         key = f" --key-file {typed(config.key_file)}" if config.key_file else ""
         return f"demopt train --config {typed(str(OutFolder(Path(config.out)).config))}{key}"  # join has no such flags
@@ -162,7 +162,7 @@ def _check(config: TrainConfig) -> torch.device:
 class Worker(Training):
     """A worker, from joining to the last file; its steps end in rounds of the run in the folder.
 
-    With --epochs, the run's manifests hand out the sequences, and the run ends when they have all.
+    With --epochs, the run's manifests hand out the sequences, and the run ends when they have handed out all.
     """
 
     optimizer: LocalDeMo
@@ -174,16 +174,16 @@ class Worker(Training):
         run.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         run.note = self._note
-        run.weighs = config.top_k is None  # a small machine counts as that
+        run.weighs = config.top_k is None  # by samples: a small machine counts for less
         self._loss = math.nan  # of the step that ends the round
         self.drawn = 0  # windows of this worker's stream
-        self._step_sequences = 0  # of that step
-        self._sequences = 0  # of all workers, in the rounds that the weights have
+        self._step_sequences = 0  # of the step that was drawn last
+        self._sequences = 0  # of all workers, in the rounds that the weights include
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
         self._speeds: dict[str, float] = {}
-        self._last: log.Manifest | None = None  # that was heard
+        self._last: log.Manifest | None = None  # the last one that was heard
 
     @property
     def steps_done(self) -> int:
@@ -249,7 +249,7 @@ class Worker(Training):
                 try:
                     if isinstance(error, DriftError):
                         run.leaving = True  # so it asks nobody to wait for it
-                        self.optimizer.resync()  # no state goes on from weights that differ
+                        self.optimizer.resync()  # a saved state must not go on from weights that differ
                         told = f"{error.reason}; it has taken the run's newest weights: the same command goes on"
                         error = DemoptError(told)
                     run.close()
@@ -274,7 +274,7 @@ class Worker(Training):
     # Its steps
 
     def draw(self) -> Windows:
-        """Returns the windows of the next step; none if the run is over. Without any to read, it sends for some."""
+        """Returns the windows of the next step; none if the run is over. If it holds none, a round asks for some."""
         config, run, train = self.config, self.run, self.corpus.train
         while not (self.ended or run.stopping or run.leaving):
             size, self.number = self.batch_of(run.worker), self.steps_done + 1
@@ -308,16 +308,16 @@ class Worker(Training):
         self.optimizer.local_step()
         local = time.perf_counter() - began
         self.measured(self._step_sequences, seconds)
-        has_read_all = bool(run.total) and not run.held  # that it was given; the rounds to come may give more
+        has_read_all = bool(run.total) and not run.held  # all that it was given; later rounds may give more
         stats = self.optimizer.stats
         if run.leaving or has_read_all or self.optimizer.due:
             stats = self._finish_round(row["loss"])
-            self.number = max(self.number, self.steps_done)  # the run's, also of a round that ended early
+            self.number = max(self.number, self.steps_done)  # the run's step, even if a round ended early
         senders = run.decided.senders if run.decided else ()
         row |= {"batch": self._step_sequences, "workers": max(1, len(senders)), **self._heard}
         row |= cost_of(stats, local + sum(stats.seconds.values()))
         self._heard = {}
-        # Whether this was the last step is not known yet if the next round gives nothing more: then its row waits.
+        # With all read, only the next round tells whether this step was the last: it may give no more. Its row waits.
         return pause or self.ended or not has_read_all
 
     def after_report(self, row: Row) -> None:
@@ -326,19 +326,19 @@ class Worker(Training):
             self._validated = {"val_loss": row["val_loss"]} if math.isfinite(row["val_loss"]) else {}
 
     def _want(self) -> None:
-        """Says how many sequences this worker wants to hold: those of a round, with delay of two."""
+        """Says how many sequences this worker wants to hold: those of a round; with delay, of two."""
         ahead = 2 if self.optimizer.replicator.options.background else 1
         self.run.wanted = min(self.batch_of(self.run.worker) * self.config.sync_every * ahead, MOST_NUMBER)
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round; returns its cost. `loss`: of the step."""
         self._loss, stats = loss, Stats()
-        if self.optimizer.replicator.in_flight:  # first: the round in flight may end the run, and no other follows then
+        if self.optimizer.replicator.in_flight:  # first: it may end the run, and then no other round follows
             self.optimizer.flush()
             stats = self.optimizer.stats
             self._hear(loss)
-            # Others may have completed it while this one was left out. A stop ends all after that round, but for the
-            # last steps: this worker has taken them, and with them it completes the run.
+            # Others may have completed the run while this worker was left out. A stop ends all workers after that round
+            # except one that has taken the run's last steps: with them it completes the run.
             if self.run.is_complete or (self.run.stopping and not self._is_at_last_step):
                 return stats
         self.optimizer.finish_round(last=self.run.leaving)
@@ -347,14 +347,14 @@ class Worker(Training):
 
     def _note(self) -> Row:
         """Returns this worker's numbers, for a message that is made now."""
-        self._hear()  # of a round that has left it out, if it sends again at once
+        self._hear()  # of a round that left this worker out, if it sends again at once
         self._count()
         loss = self._loss if math.isfinite(self._loss) else None
         counts = {"sequences": self.run.unsent, "before": self._sequences}
         return {"loss": loss, **counts, **self._validated, "speed": self.speed}
 
     def _count(self) -> None:
-        """Counts the sequences of all rounds that the weights have, and their tokens."""
+        """Counts the sequences of all rounds that the weights include, and their tokens."""
         self._sequences = sequences_so_far(self.run.store, self.run.record.identity, self.run.decided)
         self.tokens = self._sequences * (self.config.sequence or 0)
 
@@ -418,12 +418,12 @@ class Worker(Training):
 
 
 def settings_to_join(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, FolderExchange]:
-    """Returns the settings with which a machine joins a run, those of the run and its own; and the run."""
+    """Returns the settings with which a machine joins a run (the run's and its own), and the run."""
     config, run = settings_of_run(address, key_file, given, TrainConfig.timeout)
     usual = run.record.settings.get("batch")
     if config.batch != usual and not config.global_batch and TEXT in run.record.settings:
         raise InputError(f"--batch is {config.batch}, and the run has {usual}; it may differ only with --global-batch")
-    absent = [name for name in config.data if not os.path.exists(name)]  # nor where nobody may look
+    absent = [name for name in config.data if not os.path.exists(name)]  # or it may not be looked up
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
     sources = [*config.data, config.model, config.tokenizer] if config.data else ["the text of the standard library"]
@@ -438,7 +438,7 @@ def settings_of_run(
     """Returns the settings of a run, replaced by those of `given` that are not None, and the run."""
     own = {name: value for name, value in given.items() if value is not None}
     run = open_run(address, key_of(key_file), patience)
-    known = {name: value for name, value in run.record.settings.items() if name in FROM_RUN}  # it tells nothing else
+    known = {name: value for name, value in run.record.settings.items() if name in FROM_RUN}  # it decides nothing else
     check_paths(own)
     config = config_of({**known, **own, "run": address, "key_file": key_file}, elsewhere=True)
     if "model" in own and TEXT in run.record.settings and not known.get("model"):
