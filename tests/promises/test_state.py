@@ -229,6 +229,7 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps, flat):
 #: Changes of a state by a script.
 CHANGES = {
     "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+    "idiom": lambda optimizer, _: optimizer.__setstate__({"state": defaultdict(dict)}),
     "clear": lambda optimizer, _: optimizer.state.clear(),
     "del": lambda optimizer, parameter: optimizer.state.__delitem__(parameter),
     "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
@@ -239,7 +240,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("drops", ["assign", "clear", "del"])
+@pytest.mark.parametrize("drops", ["assign", "idiom", "clear", "del"])
 def test_momentum_that_a_script_drops_starts_at_zero_and_later_states_are_whole(drops):
     dropped = problems.demo()
     problems.fingerprints(dropped, range(3))

@@ -277,9 +277,10 @@ class DeMo(ReplicatedOptimizer):
         return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        replicator = packed["replicator"]
-        super().__setstate__({**packed, "param_groups": replicator.groups, "state": replicator.state})
-        self._rounds = Rounds(replicator)
+        if replicator := packed.get("replicator"):  # otherwise a script replaces parts, such as the state
+            packed = {**packed, "param_groups": replicator.groups, "state": replicator.state}
+            self._rounds = Rounds(replicator)
+        super().__setstate__(packed)
 
 
 def _refuse_folder(process_group: Any) -> None:

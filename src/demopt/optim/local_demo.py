@@ -726,6 +726,8 @@ class LocalDeMo(ReplicatedOptimizer):
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
+        if "_inner" not in packed:  # a script that restarts an optimizer, by torch's means
+            refuse_change()
         self._inner = packed["_inner"]
         super().__setstate__(packed)
         self._attach_parts(is_new=False)
