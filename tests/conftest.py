@@ -1,4 +1,4 @@
-"""What all tests share: one thread for torch, reproducible hypothesis runs, and the pool of rank processes."""
+"""Shared by all tests: one thread for torch, reproducible hypothesis runs, and the pool of rank processes."""
 
 import signal
 import sys
@@ -11,7 +11,7 @@ import ranks
 from demopt import cli
 from demopt.kernels import gate
 
-# Started in the background, or by nohup, this process ignores signals, and so would all that it starts.
+# Started in the background or by nohup, this process ignores these signals, and its children would, too.
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, default)
@@ -19,7 +19,7 @@ for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "demopt",
-    deadline=None,  # a first torch operation takes longer than the default allows
+    deadline=None,  # the first torch operation takes longer than the default allows
     derandomize=True,
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
@@ -37,11 +37,11 @@ def _rank_processes():
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """command(*words): what `demopt WORDS` prints; with code=2, the one line about a mistake."""
+    """command(*words): the output of `demopt WORDS`; with another `code`, its one line about the mistake."""
 
     def run(*words, code=0):
         monkeypatch.setattr(sys, "argv", ["demopt", *map(str, words)])
-        capsys.readouterr()  # of the test itself
+        capsys.readouterr()  # drops the test's own output
         with pytest.raises(SystemExit) as end:
             cli.main()
         told = capsys.readouterr()
@@ -54,7 +54,7 @@ def command(monkeypatch, capsys):
 
 @pytest.fixture(params=["compiled", "torch"])
 def bits_by(request, monkeypatch):
-    """The compiled kernels, then torch operations alone, as where demopt was installed without a C compiler."""
+    """The compiled kernels, then only torch operations, as if demopt was installed without a C compiler."""
     gate.library.cache_clear()
     if request.param == "torch":
         monkeypatch.setattr(gate, "LIBRARY", gate.LIBRARY.with_name("none"))

@@ -1,7 +1,7 @@
-"""Processes for tests that start in milliseconds, with everything imported: forked by a server that forks nothing else.
+"""Test processes that start in milliseconds, with everything imported: forked by a server that forks nothing else.
 
-One server for all of them: a process can have no second one. Workers that are killed, or whose imports matter, are
-started by `python`; so are those that fail, because of forked ones torch's launcher reports one, not always the first.
+There is one server: a process cannot have a second one. Workers that are killed, or whose imports matter, are
+started by `python`; so are those that fail: of forked failures, torch's launcher reports one, not always the first.
 """
 
 import importlib
@@ -25,11 +25,11 @@ from unittest import mock
 import pytest
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
-LIMIT = 600  # seconds for anything that a test waits for: only what hangs takes so long
+LIMIT = 600  # seconds for anything that a test waits for: only a hang takes so long
 # Flags of a run of a tiny model.
 TINY = "--preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1"
 CONTEXT = multiprocessing.get_context("forkserver")
-# What is not installed is left out.
+# Modules that are not installed are left out.
 CONTEXT.set_forkserver_preload(
     [
         "torch", "demopt.exchange", "demopt.train.worker", "demopt.integrations.torchft", "torch._dynamo", "torchft",
@@ -39,12 +39,12 @@ CONTEXT.set_forkserver_preload(
 
 
 def elastic_launch(how: Any, python: str) -> Callable[..., Any]:
-    """Stands for torch's function of this name: its launcher, which forks the workers instead of starting `python`."""
+    """Replaces torch's function of this name: the same launcher, but it forks workers instead of starting `python`."""
     del python
     from torch.distributed.launcher.api import elastic_launch
 
     how.start_method = "forkserver"
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it says what the real one does silently
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs the real one's silent steps
     return lambda *command: elastic_launch(how, _run)(command, dict(os.environ), os.getcwd(), os.getpid())
 
 
@@ -58,7 +58,7 @@ def torchrun(script: Path, *words: str, ranks: int, cwd: Path, restarts: int = 0
         how = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=restarts,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch), signals_to_handle="SIGQUIT",  # the others are of this process
+            logs_specs=DefaultLogsSpecs(log_dir=scratch), signals_to_handle="SIGQUIT",  # this process handles others
         )  # fmt: skip
         patch.chdir(cwd)
         try:
@@ -69,7 +69,7 @@ def torchrun(script: Path, *words: str, ranks: int, cwd: Path, restarts: int = 0
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    """Polls until `condition()` is true; fails when it takes too long or the process ends before."""
+    """Polls until `condition()` is true; fails if that takes too long or the process ends first."""
     limit = time.monotonic() + LIMIT
     while not condition():
         assert process is None or process.poll() is None, f"the process ended early: {process.communicate()}"
@@ -78,7 +78,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | N
 
 
 def code_of(call: Callable[[], object]) -> int:
-    """The exit code of a process that is forked from this one and makes a call: 1 if that raises."""
+    """The exit code of a process that is forked from this one to make a call: 1 if the call raises."""
     child = multiprocessing.get_context("fork").Process(target=call)
     child.start()
     child.join()
@@ -101,7 +101,7 @@ def free_port() -> int:
 
 @contextmanager
 def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Accelerate finds this rank as a launcher would have started it, in the process group of a test."""
+    """Makes Accelerate find this rank as if a launcher had started it, in the process group of a test."""
     from accelerate.state import AcceleratorState, PartialState
 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -115,7 +115,7 @@ def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def demopt(*words: object, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
-    """The command `demopt WORDS` in this process, to its end, with one of these codes; its workers are forked."""
+    """Runs `demopt WORDS` in this process until it exits with one of these codes; its workers are forked."""
     from demopt import cli
     from demopt.train import launch
 
@@ -131,7 +131,7 @@ def demopt(*words: object, codes: tuple[int, ...] = (0,)) -> subprocess.Complete
 
 @contextmanager
 def output() -> Iterator[tuple[IO[str], IO[str]]]:
-    """Two files that take what this process, and those that it starts, print."""
+    """Two files that take the output of this process and of its children."""
     with (
         tempfile.TemporaryFile("a+", encoding="utf-8") as out,
         tempfile.TemporaryFile("a+", encoding="utf-8") as err,
@@ -168,9 +168,9 @@ def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, lau
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     torch.set_num_threads(1)  # as torchrun does
-    module, *words = (word for word in command if word != "-P")  # of `python`
+    module, *words = (word for word in command if word != "-P")  # -P is an option of `python`
     try:
-        with mock.patch.multiple(os, _exit=sys.exit, getppid=lambda: launcher):  # which waits for an answer
+        with mock.patch.multiple(os, _exit=sys.exit, getppid=lambda: launcher):  # the launcher waits for an answer
             if module == "-m":
                 sys.argv = words
                 importlib.import_module(words[0]).main()

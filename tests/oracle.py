@@ -1,4 +1,4 @@
-"""The reference step driven beside a real optimizer: all ranks of it at once, settings read live from param groups."""
+"""The reference step, driven beside a real optimizer: all its ranks at once, settings read live from param groups."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ _LARGEST = reference.largest
 class Oracle:
     """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference.step` in `dtype`.
 
-    `aggregates` [P] holds the last step's U; `undecided` [P] where that of which the rule takes the sign was too close
-    to zero, at any step so far, to mean anything: within `zero` of the largest of that parameter. `gap` is the smallest
-    difference so far between the weakest coefficient that was sent and the strongest that was not, beside the chunk's
-    largest: where it is next to nothing, either may rightly be sent. Some padded chunks have such ties whatever the
-    gradient.
+    `aggregates` [P] holds the last step's U. `undecided` [P] marks where the value whose sign the rule takes was, at
+    some step so far, too small for its sign to mean anything: at most `zero` times the parameter's largest. `gap` is
+    the smallest difference so far between the weakest coefficient sent and the strongest not sent, relative to the
+    chunk's largest: where it is almost zero, either may rightly be sent. Some padded chunks have such ties whatever
+    the gradient.
     """
 
     def __init__(self, groups: list[Any], world_size: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11):
@@ -45,7 +45,7 @@ class Oracle:
                 of_rank.append(reference.zero_momentum(parameter, group, self.dtype))
 
     def step(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """`gradients[w][p]` over all groups' parameters in order; frozen parameters are left alone."""
+        """Takes `gradients[w][p]` over all groups' parameters in order; frozen parameters do not change."""
         with mock.patch.object(reference, "largest", self._watched):
             for n, (parameter, group) in enumerate(self._settings()):
                 if parameter.requires_grad:
@@ -86,7 +86,7 @@ class Oracle:
 
 
 def dense(momentum_CN: Tensor, parameter: Tensor, settings: reference.Settings) -> Tensor:
-    """An optimizer's momentum [chunks, N], in the transform domain, as the oracle holds it: dense, float64, padded."""
+    """Turns an optimizer's momentum [chunks, N], in the transform domain, into the oracle's: dense, float64, padded."""
     matrix = reference.zero_momentum(parameter, settings)
     r, c = reference.chunk_shape(parameter.shape, settings)
     rows, columns = (reference.basis(settings["transform"], n) for n in (r, c))

@@ -21,7 +21,7 @@ from demopt.exchange import Exchange, Meter, SingleRank
 from demopt.wire.checksum import fingerprint
 
 Shapes = Sequence[Sequence[int]]
-Hook = Callable[[int], object]  # it gets the number of a step
+Hook = Callable[[int], object]  # called with the number of a step
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
     *((), (1,), (7,), (50,), (0,), (16, 16), (33, 5), (47, 31)),
@@ -40,9 +40,9 @@ NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 
 @dataclass(frozen=True)
 class History:
-    """A rank's fingerprints after each step; one of its rules' state, too, its parameters and momenta at the end.
+    """A rank's fingerprint after each step; at the end, one that includes its rules' state, parameters and momenta.
 
-    Those of replicas are equal.
+    Replicas have equal histories.
     """
 
     fingerprints: list[int]
@@ -109,21 +109,21 @@ def local(exchange: Any = None, shapes: Shapes = FEW, inner: Any = SGD, **settin
 
 
 def two_way(exchange: Any = None, shapes: Shapes = FEW, **settings: Any) -> LocalDeMo:
-    """`local` on route owner, which may be saved between two rounds."""
+    """`local` on route owner, which may be saved between two rounds without a warning."""
     optimizer = local(exchange, shapes, **{"route": "owner", **settings})
     optimizer.warns_of_saving = False
     return optimizer
 
 
 def optimizer_of(kind: str, parameters: Iterable[Parameter], **more: Any) -> DeMo | LocalDeMo:
-    """DeMo, or LocalDeMo around AdamW, which has a round every 2 steps; both with small chunks."""
+    """DeMo, or LocalDeMo around AdamW with a round every 2 steps; both with small chunks."""
     if kind == "DeMo":
         return DeMo(parameters, **SMALL, **more)
     return LocalDeMo(ADAMW(parameters), **{"sync_every": 2, "top_k": 24, "chunk": 16, **more})
 
 
 def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:
-    """A gradient for each parameter that trains, other for each step and rank."""
+    """Sets a gradient for each parameter that trains, another one at each step and rank."""
     for index, parameter in enumerate(parameters):
         found = draw(parameter.shape, seed, step, rank, index, dtype=parameter.dtype)
         parameter.grad = found if parameter.requires_grad else None
@@ -144,7 +144,7 @@ def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int)
 
 
 def fingerprints(optimizer: Any, steps: Iterable[int], rank: int = 0, before_step: Hook = lambda _: None) -> list[int]:
-    """Sets gradients and steps, for each number in `steps`; the fingerprint after each."""
+    """Sets gradients and steps, for each number in `steps`; returns the fingerprint after each step."""
     found = []
     for step in steps:
         set_gradients(all_parameters(optimizer), step, rank)
@@ -155,7 +155,7 @@ def fingerprints(optimizer: Any, steps: Iterable[int], rank: int = 0, before_ste
 
 
 def refusal(optimizer: DeMo | LocalDeMo, step: int = 0, rank: int = 0) -> Any:
-    """The error of a step that is not applied, after which weights and rules are as before, and can be saved."""
+    """The error of a step that is not applied; it leaves weights and rules unchanged, and a state that can be saved."""
     set_gradients([parameter for parameter in all_parameters(optimizer) if parameter.requires_grad], step, rank)
     before = optimizer.fingerprint(state=True)
     try:
@@ -168,7 +168,7 @@ def refusal(optimizer: DeMo | LocalDeMo, step: int = 0, rank: int = 0) -> Any:
 
 
 def train(optimizer: Any, steps: Iterable[int], rank: int = 0, before_step: Hook = lambda _: None) -> History:
-    """As `fingerprints`; also what the rest is at the end."""
+    """As `fingerprints`; also returns the rest of the history."""
     marks = fingerprints(optimizer, steps, rank, before_step)
     return History(marks, optimizer.fingerprint(state=True), values(optimizer), momenta(optimizer))
 
@@ -201,7 +201,7 @@ def saved(thing: Any) -> bytes:
 
 
 def by_file(state: Any, device: str | None = None) -> Any:
-    """What torch.load makes of what torch.save has written."""
+    """The state after torch.save and torch.load."""
     return torch.load(io.BytesIO(saved(state)), map_location=device, weights_only=True)
 
 
@@ -210,7 +210,7 @@ def by_pickle(thing: Any) -> Any:
 
 
 def unsent(entry: dict[str, Any], world_size: int) -> Tensor:
-    """A rank's error, with its owner's error times W, so that the mean over the ranks is all that is unsent."""
+    """A rank's error plus W times its owner error, so that the mean over the ranks is all that is unsent."""
     error: Tensor = entry["error"].clone()
     if "owner_error" in entry:
         start, owned = int(entry["owner_start"]), entry["owner_error"]
@@ -225,7 +225,7 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def bits(tensors: Iterable[Tensor]) -> int:
-    """A hash of their bits, dtypes and order; of whole tensors, where they are sharded."""
+    """A hash of the tensors' bits, dtypes and order; sharded tensors count as whole ones."""
     return fingerprint([(each.full_tensor() if hasattr(each, "full_tensor") else each).detach() for each in tensors])
 
 
@@ -278,7 +278,7 @@ class Faulty(Meter):
 
 
 class FailsWhenDue(Faulty):
-    """The link is down for the one exchange that comes after `due` was set; with `second` for the one after that."""
+    """The link fails in one exchange: the first after `due` is set, or, if `second` is set, too, the one after it."""
 
     def __init__(self, inner: Exchange) -> None:
         super().__init__(inner, self._fail)

@@ -34,14 +34,14 @@ import torch.distributed as dist
 from demopt.exchange import Threads
 from forked import CONTEXT
 
-GLOO_SECONDS = 300.0  # a collective of a job: only what hangs takes so long
-JOB_SECONDS = 600.0  # a whole job
-LEAVE_SECONDS = 5.0  # at most, for ranks that are done to wait for others
+GLOO_SECONDS = 300.0  # for a collective of a job: only a hang takes so long
+JOB_SECONDS = 600.0  # for a whole job
+LEAVE_SECONDS = 5.0  # the longest that a rank that is done waits for the others
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank's function returned, or how it failed."""
+    """The value that a rank's function returned, or its error."""
 
     value: Any = None
     error: BaseException | None = None
@@ -54,7 +54,7 @@ class RankDiedError(Exception):
 
 
 class RemoteError(Exception):
-    """The traceback of another process, as the cause of what is raised here."""
+    """The traceback of another process, as the cause of an error raised here."""
 
 
 class Pool:
@@ -63,13 +63,13 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._jobs = 0
-        # Of all jobs: a rank that fails may touch its store once more after it has answered.
+        # The stores of all jobs are kept: a rank that fails may touch its store once more after it has answered.
         self._stores = tempfile.TemporaryDirectory()
 
     def outcomes(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
         """`function(rank, world_size, *args)` on each of `world_size` gloo ranks; errors are returned.
 
-        Where a process died or hung, all are ended; the next job starts fresh ones.
+        If a process died or hung, all are ended; the next job starts fresh ones.
         """
         self._grow(world_size)  # before the clock starts: the first start imports torch
         self._jobs += 1
@@ -90,7 +90,7 @@ class Pool:
         self._workers = []
 
     def _grow(self, world_size: int) -> None:
-        """Starts what processes are missing, and waits until they can take a job."""
+        """Starts the missing processes, and waits until they can take a job."""
         known = len(self._workers)
         while len(self._workers) < world_size:
             ours, theirs = CONTEXT.Pipe()
@@ -118,12 +118,12 @@ outcomes = POOL.outcomes
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`function(rank, world_size, *args)` on each of W gloo ranks: each one's return; the earliest error is raised."""
+    """`function(rank, world_size, *args)` on each of W gloo ranks: returns all values, or raises the earliest error."""
     return values_of(outcomes(function, world_size, *args))
 
 
 def each(world_size: int, run: Callable[..., Any] = run) -> Callable[..., Any]:
-    """Makes of a function a test that each of some gloo ranks runs, with what pytest gives it, and its `rank`.
+    """Makes a function a test that each of `world_size` gloo ranks runs, with pytest's arguments and its `rank`.
 
     All must return the same.
     """
@@ -149,7 +149,7 @@ def alike(world_size: int) -> Callable[..., Any]:
 
 
 def _test(of_all: Callable[..., list[Any]], own: str, function: Callable[..., Any]) -> Callable[..., None]:
-    """A test of a function that ranks run, without the argument that is each rank's own."""
+    """A test that has all ranks run a function; the ranks' own argument is not in its signature."""
 
     @functools.wraps(function)
     def test(**given: Any) -> None:
@@ -162,8 +162,8 @@ def _test(of_all: Callable[..., list[Any]], own: str, function: Callable[..., An
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`function(exchange, *args)` in each of `world_size` threads: what each returned; the first error ends all."""
-    shared = Threads(world_size, timeout=100.0)  # only what hangs takes so long
+    """`function(exchange, *args)` in each of `world_size` threads: returns all values; the first error ends all."""
+    shared = Threads(world_size, timeout=100.0)  # only a hang takes so long
     with one_core():
         try:
             return shared.run(lambda exchange: function(exchange, *args))
@@ -173,7 +173,7 @@ def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[A
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Threads that are started here share a core, where the system can do that.
+    """Threads that are started inside share a core, where the system supports that.
 
     Ranks call many small torch operations, and each lets go of the interpreter's lock. Threads on two cores then spend
     as much time on that lock as on their work.
@@ -190,7 +190,7 @@ def one_core() -> Iterator[None]:
 
 
 def values_of(found: list[Outcome]) -> list[Any]:
-    """What each rank returned; the earliest error is raised."""
+    """Returns each rank's value, or raises the earliest error."""
     failed = {rank: outcome for rank, outcome in enumerate(found) if outcome.error is not None}
     if failed:
         told = "\n".join(f"rank {rank}:\n{each.trace or each.error}" for rank, each in failed.items())
@@ -217,9 +217,9 @@ def _serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         sys.path[:] = path
-        # The group outlives what the job leaves behind. A DistributedDataParallel that held it last would end its
-        # threads while holding the interpreter's lock, and they may wait for that lock. Python's reference frees it:
-        # in torch 2.6 that of the backend, which is therefore the last to go.
+        # The group outlives the job's objects. If a DistributedDataParallel dropped it last, the group's threads would
+        # end while the interpreter's lock is held, which they may wait for. Dropping Python's reference releases the
+        # lock: in torch 2.6, the reference to the backend, which therefore goes last.
         group: list[Any] = []
         connection.send_bytes(_pickled(_attempt(lambda job=pickled, group=group: _run(group, *pickle.loads(job)))))
         group.clear()
@@ -229,7 +229,7 @@ def _pickled(outcome: Outcome) -> bytes:
     try:
         data = pickle.dumps(outcome)
         pickle.loads(data)
-    except Exception:  # an error or a value that does not travel: its text does
+    except Exception:  # an error or a value that cannot be pickled: its text is sent
         name = type(outcome.error or outcome.value).__name__
         error = RuntimeError(f"cannot be pickled: {name}: {outcome.error}")
         return pickle.dumps(Outcome(error=error, trace=outcome.trace, at=outcome.at))
@@ -243,7 +243,7 @@ def _run(group: list[Any], function: Callable[..., Any], rank: int, world_size: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        group += [dist.group.WORLD._get_backend(torch.device("cpu")), dist.group.WORLD]  # `clear` begins at the end
+        group += [dist.group.WORLD._get_backend(torch.device("cpu")), dist.group.WORLD]  # `clear` drops the last first
         try:
             return function(rank, world_size, *args)
         finally:

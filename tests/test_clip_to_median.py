@@ -2,8 +2,8 @@
 
 A rank that sends a million times too much moves nothing further than an honest one does. The bound, for update "sgd",
 reduction "mean" and a chunk c: |U_c| = |Q_c| <= the mean over ranks of their clipped norms <= the median of the ranks'
-norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums. In the attacks, gradients are
-a signal that all ranks have, and noise of each; they know all other messages.
+norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums. In the attacks, a gradient is
+a signal that all ranks share, plus the rank's own noise; attackers know all other messages.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ def _gradient(rank, number, shape):
 
 
 def _built(honest, lies=(), clip=True, **codec):
-    """The LocalDeMo of the last of some liars and honest ranks, and the messages of all, after one local step each."""
+    """The LocalDeMo of the last rank, and the messages of all, liars first, after one local step each."""
     made = [*lies, *(lambda number, shape, rank=rank: _gradient(rank, number, shape) for rank in honest)]
     messages = []
     for place, gradient in enumerate(made):
@@ -73,7 +73,7 @@ def test_security_one_of_four_that_lies_is_left_out(lie, codec):
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_four_honest_ranks_all_count(codec):
-    """The first three alone move the weights elsewhere."""
+    """Nobody's coefficients are left out."""
     optimizer, messages = _built([0, 1, 2, 3], **codec)
     decoded = _decoded(optimizer, messages)
     assert optimizer.replicator.wiring().route._trusted(decoded) is decoded
@@ -87,7 +87,7 @@ def test_a_minority_that_agrees_with_itself_is_left_out(count):
 
 
 def test_a_rank_that_pleases_two_and_fights_the_third_counts_for_nothing():
-    """Nobody can say who of the two lies: both are left out, and the update is that of the other two."""
+    """Nobody can say whether the liar or the third one lies: both are left out, and the other two make the update."""
 
     def lie(number, shape):
         return _gradient(0, number, shape) + _gradient(1, number, shape) - 2 * _gradient(2, number, shape)
@@ -105,7 +105,7 @@ def test_liar_of_two_counts_and_so_does_one_of_four_that_lies_in_a_quarter():
 
 
 def test_security_samples_count_up_to_the_medians():
-    """All of 2**32 - 1, with clip_to_median they are worth as many as those of the others; of two, each has its own."""
+    """With clip_to_median, 2**32 - 1 samples count only as many as those of the others; two ranks both keep theirs."""
 
     def update(samples, clip, ranks=4):
         optimizer, messages = _built(range(ranks), clip=clip)
@@ -132,7 +132,7 @@ def test_flips_among_the_signs_are_weighed_by_the_scales_that_count():
 
 
 def test_agreement_is_the_literal_count():
-    """Of signs of all coefficients against the slow count of equal and different ones, at equal scales."""
+    """For signs of all coefficients, against a slow count of equal and different ones, at equal scales."""
     for each in _decoded(*_built([0, 1, 2], [LIES["noise"]])):
         each.codes.fill_(2032)
         signs = 1 - 2 * each.negative.long()
@@ -167,7 +167,7 @@ ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 
 
 def _moved(codec, clip, scales):
-    """How far each chunk of 16 x 16 (8 columns of vectors) is moved by one step of ranks with gradients so scaled."""
+    """How far a step moves each chunk of 16 x 16, and the whole vector, if ranks' gradients are scaled by `scales`."""
     settings = {"lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", "clip_to_median": clip}
     messages = []
     for rank, scale in enumerate(scales):

@@ -19,7 +19,7 @@ GUARD_BITS = 3
 
 
 def _aggregate(coefficients, length, values, reduction):
-    """Of positions [W, C, K], levels [W, C, K] and codes [W, C]: the sums, and the unit of each chunk."""
+    """The sums, and the unit of each chunk, from positions [W, C, K], levels [W, C, K] and codes [W, C]."""
     positions, levels, codes = coefficients
     pair = torch.empty(2, positions.shape[1], length)
     return pair[0], exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair, False, None)
@@ -98,7 +98,7 @@ def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(nam
     sums = torch.randint(-20000, 20000, (1, rows, columns)) * (torch.rand(1, rows, columns) < 0.1).float()
     for chunks in (sums, sums / 3, worst):  # as an aggregation leaves them, undivided or divided
         first = _scaled(chunks.double(), rows)[0] if rows > 1 else chunks[0].double()
-        assert rows == 1 or float((a.T.abs() @ first.abs()).max()) <= LIMIT  # of one row there is no sum
+        assert rows == 1 or float((a.T.abs() @ first.abs()).max()) <= LIMIT  # one row has no sum
         second = _scaled((a.T @ first).float().double().unsqueeze(0), columns)[0]
         assert float((second.abs() @ b.abs()).max()) <= LIMIT
         assert _inverse(name, chunks)[0][0].tolist() == (second @ b).tolist()

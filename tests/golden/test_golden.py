@@ -34,7 +34,7 @@ def settings(case):
 
 
 def reproduce(rank, world_size, case):
-    """One rank's part of a history: signs of updates by movements, dense momenta, and each step's fingerprint."""
+    """One rank's part of a history: signs of updates from movements, dense momenta, and each step's fingerprint."""
     golden = load(case, world_size)
     parameters = {name: Parameter(golden[f"init.{name}"].double()) for name in TENSORS}
     optimizer = demopt.DeMo(parameters.values(), lr=1.0, **settings(case))
@@ -58,9 +58,9 @@ def reproduce(rank, world_size, case):
 
 
 def oracle_history(case, world_size):
-    """What the oracle did, as `reproduce` by rank, and where U is zero in exact arithmetic, [steps, shape].
+    """The oracle's history by rank, as from `reproduce`, and where U is zero in exact arithmetic, [steps, shape].
 
-    There a computed sign is that of the rounding error of one machine's cosines. With K = 1 an element of U is a
+    There, a computed sign is that of a rounding error in one machine's cosines. With K = 1 an element of U is a
     product of two cosines, some of which are zero; sums of more coefficients never are.
     """
     golden = load(case, world_size)
@@ -82,7 +82,7 @@ def oracle_history(case, world_size):
 
 
 def assert_reproduced(golden, ran, zeros, rank):
-    """Every sign, each parameter that no sign of rounding errors moved, and momenta, which files have in float32."""
+    """Compares all signs, parameters that no rounding error's sign has moved, and momenta, in float32 in the files."""
     largest = max(float(golden[f"momentum_final.{name}"].abs().max()) for name in TENSORS)
     bound = torch.finfo(torch.float32).eps * largest
     for name in TENSORS:
@@ -95,7 +95,7 @@ def assert_reproduced(golden, ran, zeros, rank):
 
 @pytest.mark.parametrize(("case", "number"), FILES)
 def test_demo_and_the_oracle_reproduce_the_golden_history(case, number):
-    """Only with K = 1 has U zeros in exact arithmetic, and few."""
+    """Only with K = 1 does U have zeros in exact arithmetic, and few."""
     world_size = int(number)
     golden, (of_oracle, zeros) = load(case, world_size), oracle_history(case, world_size)
     results = ranks.run(reproduce, world_size, case)

@@ -63,7 +63,7 @@ class _Scene:
         return expected
 
     def assert_applies(self, received, Q, units, sent):
-        """The kernel moves parameters, and decodes, to the bits of core, which reduced to Q [C, N] in units [C]."""
+        """The kernel moves parameters, and decodes, to the bits of core, whose reduction gave Q [C, N] in units [C]."""
         U = Q.view(-1, *self.chunks[2:])
         units = units * math.prod(exact.inverse(U, self.integer_bases, torch.empty_like(U))) * self.unit
         direction = sign(U + 0.0, sent)
@@ -242,7 +242,7 @@ def test_kernels_have_room_in_threads_of_a_program_with_small_stacks():
 
 
 def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch):
-    """The memory that such a thread uses is freed."""
+    """Such a thread would go on in memory that is freed."""
     join, awaited, end = threading.Thread.join, [], threading.Event()
 
     def interrupted(thread):
@@ -285,7 +285,7 @@ def test_stale_library_is_not_used(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("top_k", [None, 24])
 def test_the_number_of_threads_changes_no_bit(top_k):
-    """Each chunk is one thread's; sums over chunks do not exist."""
+    """Each chunk is one thread's, and nothing is summed over chunks."""
     ends = []
     try:
         for threads in (5, 2, 1):

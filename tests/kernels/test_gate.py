@@ -1,4 +1,4 @@
-"""No tensor gets to C that is not what C takes it for: a wrong one is refused in words, or gives the right bits."""
+"""No tensor reaches C that is not what C takes it for: a wrong one is refused in words, or gives the right bits."""
 
 import ast
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed 
 
 
 def _without_memory(tensor, part=1):
-    """The second half of its memory is freed, or all."""
+    """Returns a copy with the second half of its memory freed, or all of it (`part` 0)."""
     left = tensor.clone()
     left.untyped_storage().resize_(left.untyped_storage().nbytes() * part // 2)
     return left
@@ -94,7 +94,7 @@ INPUTS = {**dict.fromkeys(("gradient", "gradient 2", "minus"), MATRIX), "momentu
 PARAMETERS, OUT = dict.fromkeys(("parameter", "parameter 2"), MATRIX), {"out": CHUNKS}
 ASCENDING = torch.tensor([[1, 6, 7, 12], [0, 1, 2, 15]])
 
-#: Each entry to C: the arguments of a right call, of which those of WRITTEN are written to; and the call.
+#: Each entry to C: the arguments of a right call, which writes to those in WRITTEN; and the call.
 ENTRIES = {
     "extract strongest": (INPUTS, lambda given: _extract(5, given)),
     "extract signs": (INPUTS, lambda given: _extract(None, given)),
@@ -129,7 +129,7 @@ def _copies(entry):
 
 
 def _outcome(entry, given):
-    """What the call returns and writes."""
+    """The tensors that the call returns and writes."""
     found = ENTRIES[entry][1](given)
     returned = [found] if torch.is_tensor(found) else found or []
     return [*returned, *(tensor for name, tensor in given.items() if name in WRITTEN)]
@@ -149,9 +149,9 @@ def test_a_wrong_tensor_is_refused_or_read_rightly(entry, which, name):
     except (TypeError, ValueError, AttributeError):
         return
     plain = _copies(entry)
-    # "far": other numbers are none of the gate's business, where they stay inside of the memory
+    # "far": other numbers do not concern the gate, as long as they stay inside the memory
     if name != "far" and torch.is_tensor(wrong[argument]) and wrong[argument].shape == plain[argument].shape:
-        # the numbers that the mutation leaves, as a plain tensor of the dtype that it had
+        # the numbers that the mutation leaves, as a plain tensor of the original dtype
         left = MUTATIONS[name](plain[argument]).resolve_neg().to(plain[argument].dtype, copy=True).contiguous()
         assert problems.same(found, _outcome(entry, {**plain, argument: left}))
 
@@ -242,7 +242,7 @@ def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_parameters_of_another_dtype_since_train_on(kind, dtype):
-    """As `model.to(dtype)` after the optimizer was built."""
+    """As by `model.to(dtype)` after the optimizer was built."""
 
     def end(kernels):
         optimizer = _make(kind, kernels)

@@ -8,7 +8,7 @@ from demopt.optim.local_weights import LocalWeights
 
 @pytest.fixture(autouse=True, params=["beside", "on the host"])
 def _state(request, monkeypatch):
-    """On the host: as if parameters were an accelerator's, so that all that differs is done."""
+    """On the host: as if parameters were on an accelerator, so that every step that differs there is taken."""
     if request.param == "on the host":
         init = LocalWeights.__init__
 

@@ -1,4 +1,4 @@
-"""LocalDeMo under named settings is each published method, as its paper has it; under all, the round of `oracles`."""
+"""LocalDeMo equals each published method under its named settings, and the round of `oracles` under all settings."""
 
 import copy
 import functools
@@ -117,7 +117,7 @@ def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction):
 
 
 def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign():
-    """The error is then the momentum of version 1, in which gradients come times the learning rate."""
+    """The error is then version 1's momentum, which takes gradients times the learning rate."""
     shapes = [(32, 16), (48, 32)]  # whole chunks: version 1 cuts and counts others differently
     lr, codec = 0.05, {"top_k": 24, "chunk": CHUNK, "values": "float64"}
     v1 = {**demopt.V1, **codec, "momentum_decay": 0.9, "update": "sgd"}

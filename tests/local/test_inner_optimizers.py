@@ -1,4 +1,4 @@
-"""Inner optimizers beyond torch's: closures, second copies of weights, own communication, settings and state in it."""
+"""Inner optimizers beyond torch's: closures, second copies of weights, own communication, settings, state in groups."""
 
 import copy
 import enum
@@ -72,7 +72,7 @@ def test_state_of_an_optimizer_inside_an_inner_one_is_told_as_not_saved():
 
 
 class Lookahead(torch.optim.SGD):
-    """Every second step, goes halfway back to slow weights; `lazily`: to those of the first time."""
+    """Every second step, goes halfway back to slow weights; `lazily` copies those the first time."""
 
     def __init__(self, parameters, lazily=True):
         super().__init__(parameters, lr=0.1)
@@ -100,7 +100,7 @@ class Holding(torch.optim.SGD):
         self.base.step()
 
 
-#: As schedule-free optimizers; and as a wrapper that keeps its own state and that of another optimizer apart.
+#: Like schedule-free optimizers; and like a wrapper that keeps its own and another optimizer's state apart.
 TwoViews = type("TwoViews", (torch.optim.SGD,), dict.fromkeys(("train", "eval"), lambda _: None))
 Bare = type("Bare", (torch.optim.SGD,), {"__init__": lambda *_: None})  # as Opacus's
 OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"mine": {}, "base": {}}})
@@ -132,7 +132,7 @@ def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs
 
 
 class Apart(torch.optim.SGD):
-    """State of no parameter, as MADGRAD's; apart from all state, as Ranger21's; no given rate, as Adafactor's."""
+    """Has state of no parameter, as MADGRAD; state outside `state`, as Ranger21; and no given rate, as Adafactor."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
@@ -255,7 +255,7 @@ def test_rates_of_a_scheduler_and_those_written_after_an_inner_optimizer_was_loa
         train(optimizer, range(1, 2))
 
 
-#: What an inner optimizer does with each gradient before its step, as Muon and nanochat's.
+#: How an inner optimizer communicates each gradient before its step, as Muon's and nanochat's do.
 COLLECTIVES = {
     "all_reduce": lambda gradient: dist.all_reduce(gradient),
     "broadcast": lambda gradient: dist.broadcast(gradient, 0),
@@ -301,7 +301,7 @@ def test_inner_optimizer_beside_which_another_thread_exchanges_does_not_communic
 @pytest.mark.parametrize("at", [0, 1, 2])
 @ranks.alike(2)
 def test_other_parameters_that_begin_to_train_on_one_rank_are_named(exchange, at, named):
-    """Of one shape, so that the layouts are equal."""
+    """All have one shape, so that the layouts are equal."""
     parameters = problems.parameters([(4, 4)] * 3)
     for frozen in parameters[1:]:
         frozen.requires_grad_(False)
@@ -318,7 +318,7 @@ def test_other_parameters_that_begin_to_train_on_one_rank_are_named(exchange, at
 
 @ranks.alike(2)
 def test_parameters_that_one_rank_alone_has_frozen_are_named(exchange):
-    """Not the next one, which is at their place among those that train."""
+    """Not the next parameter, which takes their place among those that train."""
     first, second = problems.parameters([(4, 4), (3,)])
     first.requires_grad_(exchange.rank == 0)
     optimizer = LocalDeMo(problems.SGD([first, second]), process_group=exchange)
@@ -365,7 +365,7 @@ def test_parameters_that_were_replaced_are_noticed_at_the_second_round(rank, kin
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "delay"])
 @ranks.alike(2)
 def test_gradients_that_come_late_on_one_rank_or_after_freezing_cause_no_warning(exchange, kind, frozen):
-    """Rank 0 has none in the first rounds, as of images without boxes, or nothing trains yet."""
+    """Rank 0 has none in the first rounds, as with images without boxes, or nothing trains yet."""
     settings = {} if kind == "DeMo" else {"sync_every": 1, "delay": int(kind == "delay")}
     parameters = [each.requires_grad_(not frozen) for each in problems.parameters(problems.FEW)]
     optimizer = problems.optimizer_of(kind, parameters, process_group=exchange, **settings)
@@ -406,7 +406,7 @@ def test_swapped_weights_leave_no_cache_of_torch_stale(kind):
             found.append(both())
     for state, got in found:
         model.load_state_dict(state)
-        with caching():  # another one, which is empty
+        with caching():  # another cache, which is empty
             assert torch.equal(got, model(x))
     assert len({float(got.sum()) for _, got in found}) >= 3
 
@@ -538,7 +538,7 @@ def test_state_of_an_inner_optimizer_that_its_step_cannot_use_is_refused_as_it_l
         return optimizer
 
     state, optimizer = made(3).own_state_dict(), made(2 * used)
-    last = len(state["state"]) - 1  # of a group of its own, or of the one
+    last = len(state["state"]) - 1  # in a group of its own, or in the only one
     entry = state["state"][last]
     held = entry.pop(name)
     if change:
@@ -615,7 +615,7 @@ def test_a_setting_of_one_rank_is_named_at_the_first_step_and_where_it_changes(e
 
 
 class Plain:
-    """An object, whose text has its address."""
+    """An object whose text contains its address."""
 
 
 def _looped():
@@ -666,7 +666,7 @@ def test_worker_of_a_folder_joins_with_other_state_in_groups_other_objects_and_a
     second.param_groups[0].pop("tags")
     again = in_folder(store)
     again.load_state_dict(second.state_dict())
-    again.join()  # d is 1e-6 in the run's record, and another one here
+    again.join()  # d is 1e-6 in the run's record, and another value here
     assert again.replicator.round_number == 4
 
 

@@ -71,7 +71,7 @@ class Ledger:
             self.optimizer.step()
             failed = False
         finally:
-            if not (failed and self.optimizer.local_steps == before):  # it failed before the local step
+            if not (failed and self.optimizer.local_steps == before):  # unless it failed before the local step
                 for parameter, old, total, gone in zip(self.parameters, local, self.total, since, strict=True):
                     if lost:
                         total -= gone
@@ -89,7 +89,7 @@ class Ledger:
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
 
     def pseudo_gradients(self):
-        """Of this rank since the last round; zeros where they are lost."""
+        """This rank's, since the last round; zeros where they are lost."""
         found, finite = [], self.finite
         for parameter in self.parameters:
             entry = self.optimizer.state[parameter]
@@ -139,7 +139,7 @@ class Ledger:
             self.freeze(actions.randrange(3))
 
     def fail(self, actions):
-        """A round fails; a late one, when it should be applied."""
+        """A round fails; with delay, when it should be applied."""
         in_flight = self.optimizer.replicator.round
         if in_flight is not None and in_flight.work is not None:
             in_flight.work.exception()  # it has passed the link
@@ -167,7 +167,7 @@ class Ledger:
         self.parameters[number].requires_grad_(True)
 
     def account(self):
-        """Copies of the global weights, of error and pseudo-gradient together, and of the sum of all local steps."""
+        """Copies of the global weights' movement, of error plus pseudo-gradient, and of the sum of all local steps."""
         group = {**SETTINGS, "transform": "dct", "chunking": "padded"}
         moved, owed = [], []
         for begun, parameter, since in zip(self.start, self.parameters, self.pseudo_gradients(), strict=True):
@@ -218,12 +218,12 @@ def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once(exchange):
     assert any(entry["owner_error"].any() for entry in before if "owner_error" in entry)
     optimizer.regroup(problems.OneOf(exchange.rank, 2))
     optimizer.replicator.wiring()
-    errors = [problems.unsent(old, world_size=2) for old in before]  # in means over 2, as before
+    errors = [problems.unsent(old, world_size=2) for old in before]  # as parts of a mean over 2 ranks
     torch.testing.assert_close(problems.momenta(optimizer), errors)
 
 
 def test_an_extraction_that_fails_leaves_local_steps_in_place():
-    """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
+    """No round is then between extract and apply: a state can be saved, and `rollback` forgets nothing."""
     optimizer = problems.local(sync_every=2)
     problems.fingerprints(optimizer, [0])
     with problems.unchanged(optimizer):

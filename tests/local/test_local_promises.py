@@ -57,7 +57,7 @@ def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it(
 @pytest.mark.parametrize("at", [0, 3, 4, 5, 6])
 @ranks.alike(2)
 def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(exchange, at, settings):
-    """Right after a round, in the middle of H steps, where a round comes at once, and with delay after a flush."""
+    """Saved right after a round, between rounds, or just before one; with delay, after a flush."""
     whole, new = make(exchange, **settings), make(exchange, **settings)
     train(whole, range(at), exchange.rank)
     whole.flush()
@@ -131,7 +131,7 @@ def test_weights_that_the_script_changed_are_told_once_by_whatever_loses_them(st
             pass
         _load(optimizer, 0.5)
         if optimizer.weights_differ and (name == "save" or optimizer._weights.are_elsewhere):
-            continue  # it has the local weights, too; or a device whose state is elsewhere is spared the copies
+            continue  # the state has the local weights, too; a device whose state is elsewhere is spared the copies
         with pytest.warns(UserWarning, match=f"{told}{effect}.*resync"):
             call(optimizer)
 
@@ -348,7 +348,7 @@ def test_round_that_a_handler_of_a_signal_ends_or_forgets_is_not_applied_twice_o
 
 
 class _Nested(torch.optim.SGD):
-    """Keeps its momentum in a list in another class than dict, and makes it at construction alone."""
+    """Keeps its momentum in a list, inside a class other than dict, and creates it only at construction."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.01)
@@ -363,7 +363,7 @@ class _Nested(torch.optim.SGD):
 
 
 class _Around(torch.optim.SGD):
-    """Steps by an optimizer of its own, which has the state, as SAM does."""
+    """Steps with an optimizer of its own, which has the state, as SAM does."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.01)
@@ -380,7 +380,7 @@ MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 @pytest.mark.parametrize("inner", [problems.ADAMW, MOMENTUM, torch.optim.Adagrad, _Nested, _Around])
 @ranks.alike(2)
 def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(exchange, inner, bad):
-    """Beside it is a huge gradient that is finite: in a state, nothing of either may stay."""
+    """A huge finite gradient is beside it: nothing of either may stay in a state."""
 
     optimizer, skipped = make(exchange, [(20, 12), (5,)], inner, sync_every=2, top_k=None), []
 
@@ -479,7 +479,7 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(kind, more):
 
 @ranks.alike(2)
 def test_frozen_weights_that_differ_between_ranks_later_stay_so_after_resuming(exchange):
-    """As a momentum encoder inside the model, which each rank averages by itself."""
+    """As with a momentum encoder inside the model, which each rank averages by itself."""
 
     def build():
         *_, frozen = parameters = problems.parameters([(4, 4), (3,)])
@@ -502,7 +502,7 @@ def test_group_that_is_refused_leaves_no_trace(delay):
     train(optimizer, range(3))
     complex_, double = (Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.complex64, torch.float64))
     bad = {"DeMo trains real floats": complex_, "in more than one": problems.all_parameters(optimizer)[0]}
-    if not delay:  # otherwise the next step says it, after the round in flight
+    if not delay:  # with delay, the next step says it, after the round in flight
         bad["exact=True computes in float32"] = double
     for told, parameter in bad.items():
         with pytest.raises((TypeError, ValueError), match=told):
@@ -511,7 +511,7 @@ def test_group_that_is_refused_leaves_no_trace(delay):
     train(optimizer, range(3, 6))
 
 
-# as transformers' Trainer calls what it is given as optimizer_cls_and_kwargs
+# as transformers' Trainer calls the class in optimizer_cls_and_kwargs
 WRAPS = r"LocalDeMo wraps an optimizer.*optimizers=\(optimizer, None\)"
 BY_ITSELF = "which synchronizes the ranks itself"
 
@@ -557,7 +557,7 @@ def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder():
         optimizer.extract()
     optimizer.flush()
     message = optimizer.extract()
-    for step in (optimizer.local_step, optimizer.step):  # the next message would have these steps again
+    for step in (optimizer.local_step, optimizer.step):  # the next message would contain these steps again
         with problems.unchanged(optimizer), pytest.raises(RuntimeError, match="call apply or rollback first"):
             step()
     optimizer.apply(optimizer.exchange(message))
@@ -567,7 +567,7 @@ def test_extract_by_hand_is_refused_with_a_round_in_flight_and_in_a_folder():
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_loading_replaces_the_whole_state_of_a_used_optimizer(kind):
-    """Also the number of rounds. What is loaded may be loaded again; what was frozen keeps its saved weights."""
+    """Also the number of rounds. A loaded state may be loaded again; a frozen parameter keeps its saved weights."""
     a, b = problems.parameters([(17, 19), (20,)])
     b.requires_grad_(False)
     optimizer = problems.optimizer_of(kind, [a, b], process_group=SingleRank())
@@ -600,7 +600,7 @@ class _ByNumber(torch.optim.SGD):
 
 
 class _NamedAlike(torch.optim.SGD):
-    """Calls its momenta like entries of LocalDeMo."""
+    """Names its momenta like entries of LocalDeMo's state."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -645,7 +645,7 @@ def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch):
             current = optimizer.replicator.round
             assert current.message is None or held.is_set() or not apart
             assert optimizer.replicator.in_flight
-        with optimizer.shared():  # whose weights do not wait
+        with optimizer.shared():  # the weights do not wait
             saved = optimizer.state_dict()
         assert current.message is not None
         errors = [entry["error"].clone() for entry in saved["state"].values()]
@@ -669,7 +669,7 @@ def test_needless_flush_changes_no_bit_of_a_resumed_run_either():
 def test_round_whose_extraction_in_the_background_has_failed_is_forgotten_and_the_next_one_goes_on(monkeypatch):
     monkeypatch.setattr(LocalWeights, "_is_here", lambda *_: False)
     run = FolderExchange(ObjectStore(), late=0.0)
-    optimizer = problems.local(run, delay=1, state_device="cpu", kernels="torch")  # which tell whether they began
+    optimizer = problems.local(run, delay=1, state_device="cpu", kernels="torch")  # torch's tell whether they began
     optimizer.join()
     with monkeypatch.context() as full:
         full.setattr(replicator, "compress", Mock(side_effect=MemoryError("no memory")))
@@ -716,7 +716,7 @@ def test_local_steps_count_once_where_the_background_has_no_thread_or_fails_in_a
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("loads", [False, True])
 def test_global_weights_become_as_wide_as_the_weights_so_that_small_steps_count(delay, loads):
-    """With delay a round is in flight, which ends first, or is forgotten by loading."""
+    """With delay, the round in flight ends first, or loading forgets it."""
     parameter = Parameter(torch.ones(2, 2))
     optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, delay=delay)
     optimizer.warns_of_saving = False
@@ -764,7 +764,7 @@ def test_group_put_into_the_list_of_groups_trains():
 @pytest.mark.parametrize("at", [4, 5])  # right after a round, and between two
 def test_parameters_put_into_other_groups_in_another_order_train_as_before(at, delay):
     found = []
-    for cut in ([0, 1, 2], [2, 0], [2], [1, 2]):  # of the first group; the others have a second one
+    for cut in ([0, 1, 2], [2, 0], [2], [1, 2]):  # the first group's; the rest are in a second one
         parameters = problems.parameters([(16, 16), (16, 8), (16, 16)])
         optimizer = LocalDeMo(problems.SGD(parameters), sync_every=2, delay=delay, chunk=16)
         train(optimizer, range(at))
@@ -869,7 +869,7 @@ def test_weights_loaded_after_an_own_fresh_state_as_accelerate_loads_one_are_the
     problems.train(optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     again = problems.optimizer_of("LocalDeMo", problems.twins(optimizer))
-    again.load_state_dict(state)  # of one that has trained: the state's count
+    again.load_state_dict(state)  # the state of a trained optimizer: its weights count
     for parameter in problems.all_parameters(again):
         parameter.data.add_(1.0)
     assert again.fingerprint() == optimizer.fingerprint()

@@ -1,4 +1,4 @@
-"""The parameters that Muon gets; `muon_adamw`, and its Muon: torch's, but for precision, and batches of matrices."""
+"""The parameters that Muon gets; `muon_adamw` and its Muon: torch's, except for precision and batches of matrices."""
 
 import math
 
@@ -97,7 +97,7 @@ def test_muon_adamw_refuses_impossible_settings_by_name(wrong, told):
 
 
 def _steps(optimizer, numbers):
-    """Returns copies of the parameters after these steps; every other step has no gradient for the first of them."""
+    """Returns copies of the parameters after these steps; every other step has no gradient for the first parameter."""
     parameters = problems.all_parameters(optimizer)
     for number in numbers:
         problems.set_gradients(parameters, number)
@@ -111,7 +111,7 @@ def _steps(optimizer, numbers):
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("torchs_first", [True, False])
 def test_batched_muon_is_torchs_muon_and_goes_on_from_its_state(torchs_first, nesterov, monkeypatch):
-    """And torch's from that of ours; but for the iteration, so torch's gets ours."""
+    """And torch's goes on from ours. Only the iterations differ, so torch's Muon gets ours."""
     both = (torch.optim.Muon, BatchedMuon)
     before, after = both if torchs_first else reversed(both)
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda update, *_: newton_schulz(update))

@@ -24,9 +24,9 @@ shapes = st.one_of(flat_shapes, flat_shapes, deep_shapes).map(tuple).filter(lamb
 
 
 def _rules(updates):
-    """Names, which have the default settings, and rules with others."""
+    """Names, for the default settings, and rules with other settings."""
     beta1, beta2 = st.sampled_from([0.0, 0.9]), st.sampled_from([0.5, 0.99])
-    eps = st.sampled_from([1e-3, 0.5])  # a smaller one lets updates of nothing but rounding errors count
+    eps = st.sampled_from([1e-3, 0.5])  # with a smaller one, updates made only of rounding errors count
     others = {
         "nesterov": st.builds(Nesterov, beta=beta1),
         "lion": st.builds(Lion, beta1=beta1, beta2=beta2),
@@ -39,7 +39,7 @@ def _rules(updates):
 def groups(draw, values, updates):
     """A parameter group without its parameters."""
     chunk = draw(st.sampled_from([16, 8, 20, 5, 2, 1]))
-    # Most often far below all: if ranks send everything, nearly all reductions and transforms agree.
+    # Mostly far fewer than all: if ranks send everything, nearly all reductions and transforms agree.
     most = chunk * chunk if draw(st.sampled_from([False, False, False, True])) else max(1, chunk * chunk // 4)
     return {
         "lr": draw(st.sampled_from([1.0, 0.03, 1.0, 0.03, 0.0])),

@@ -1,4 +1,4 @@
-"""extract, exchange, apply and rollback; detached rounds; other ranks, and errors on one alone; torch.compile."""
+"""extract, exchange, apply and rollback; detached rounds; other ranks, and errors on only one; torch.compile."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone():
     def go_on(exchange):
         optimizer = _optimizer(exchange)
         problems.fingerprints(optimizer, [0], exchange.rank)
-        for messages in results[1:]:  # of another session
+        for messages in results[1:]:  # messages of another session
             optimizer.apply(messages)
         return optimizer.fingerprint(state=True)
 
@@ -93,7 +93,7 @@ def test_check_refuses_like_apply_and_changes_nothing(make):
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(make):
-    """One marked as applied, as by the rank that is alone now, has left the momentum like one that was applied."""
+    """A round marked as applied, as by the rank that is now alone, leaves the momentum like one that was applied."""
     fewer = Threads(2, 60.0).exchanges
 
     def lose_one(exchange):
@@ -229,13 +229,13 @@ def test_regroup_does_not_wait_for_the_round_in_flight():
 @pytest.mark.parametrize(("kind", "more"), [("DeMo", {}), ("LocalDeMo", {}), ("LocalDeMo", {"delay": 1})], ids=str)
 @ranks.alike(3)
 def test_state_loaded_on_one_rank_changes_nothing(exchange, kind, more):
-    """The others compare settings with it in their next round, find them equal, and repeat that."""
+    """The others compare settings with it in their next round, find them equal, and repeat that round."""
     optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW), process_group=exchange, **more)
     marks = problems.fingerprints(optimizer, range(3), exchange.rank)
     if kind == "LocalDeMo":
         optimizer.flush()
     if exchange.rank == 1:
-        problems.warned(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # of local weights
+        problems.warned(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # the warning is about local weights
     marks += problems.fingerprints(optimizer, range(3, 9), exchange.rank)
     assert len(set(marks)) >= 4
     return marks
@@ -246,7 +246,7 @@ def test_state_loaded_on_one_rank_changes_nothing(exchange, kind, more):
 @pytest.mark.parametrize(("undone", "error"), [("load", SettingsError), ("rollback", MessageError)])
 @ranks.alike(2)
 def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(exchange, undone, error, rounds, repairs):
-    """Also the first, after which the others still compare gradients."""
+    """Also the first round, after which the others still compare gradients."""
     optimizer = problems.two_way(exchange, route="gather", delay=1)
     problems.fingerprints(optimizer, range(rounds), exchange.rank)
     if exchange.rank == 1:
@@ -261,7 +261,7 @@ def test_round_in_flight_that_one_rank_undoes_is_told_or_repaired_by_resync(exch
 
 @ranks.alike(2)
 def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other(exchange):
-    """Over ranks in threads too, each has an exchange of its own."""
+    """Even with ranks in threads, each optimizer has an exchange of its own."""
     both = [problems.local(exchange, [shape], sync_every=2, delay=1) for shape in ((32, 16), (20,))]
     marks = [m for step in range(6) for each in both for m in problems.fingerprints(each, [step], exchange.rank)]
     for each in both:
@@ -320,7 +320,7 @@ def test_round_counts_once_where_memory_ends_as_what_was_sent_leaves_the_momentu
 @pytest.mark.filterwarnings("ignore:initial parameters")
 @ranks.alike(2)
 def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerprints(exchange):
-    """Only rank 0 has loaded the weights, and the step is due for a fingerprint."""
+    """Only rank 0 has loaded the weights, and a fingerprint is due in the step."""
     optimizer = problems.demo(exchange, fingerprint_every=2)
     optimizer.replicator.round_number.fill_(2)
     if exchange.rank == 1:

@@ -77,7 +77,7 @@ class Sequence(RuleBasedStateMachine):
         return self.threads.run(guarded)
 
     def gradients(self):
-        """Of all ranks, which have them."""
+        """Sets and returns the gradients of all ranks."""
         self.draws += 1
         for rank, optimizer in enumerate(self.optimizers):
             problems.set_gradients(problems.all_parameters(optimizer), self.draws, rank)
@@ -95,7 +95,7 @@ class Sequence(RuleBasedStateMachine):
         gradients = self.gradients()
         number %= len(gradients[0])
         if missing is not None and all(group["reduction"] == "mean" for group in self.optimizers[0].param_groups):
-            # (of equal coefficients, such as zeros, any may be sent, and senders are counted)
+            # (where senders count, it matters which of equal coefficients, such as zeros, are sent: any may be)
             gradients[missing][number] = problems.all_parameters(self.optimizers[missing])[number].grad = None
         bad = gradients[nan_on][number] if nan_on is not None else None
         if bad is not None:

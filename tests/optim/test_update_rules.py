@@ -29,7 +29,7 @@ def make(update, exchange, eps=1e-3, **more):
 @pytest.mark.parametrize(("values", "exact"), [("sign", None), ("2-bit", None), ("2-bit", False)])
 @pytest.mark.parametrize("update", OTHERS)
 def test_update_rule_on_integers_matches_oracle_within_rounding(update, values, exact):
-    """8-bit bases and 11-bit operands: the update of float32 parameters to about a hundredth of its size."""
+    """8-bit bases and 11-bit operands give the update of float32 parameters to about a hundredth of its size."""
     more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum_decay": 0.5}
     found = ranks.threads(lambda each: problems.train(make(update, each, **more), range(4), each.rank), 3)
     problems.assert_replicas(found)
@@ -66,7 +66,7 @@ def test_update_rule_and_rounding_ignore_block_size(update, chunks, dtype, monke
 @pytest.mark.parametrize("update", STATEFUL)
 @ranks.alike(2)
 def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(exchange, update):
-    """As with initial weights: a checkpoint that only one rank has loaded."""
+    """As for initial weights, when only one rank has loaded a checkpoint."""
 
     optimizer, histories = make(update, exchange), []
     for first in (0, 2):
@@ -74,7 +74,7 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(exchange, upda
             for name in RULES[update].moments + RULES[update].weights:
                 entry[name].add_(exchange.rank + 1.0)
         if first:
-            if exchange.rank:  # what a script has dropped, comes back
+            if exchange.rank:  # state that a script has dropped comes back
                 optimizer.state.clear()
             optimizer.resync(0)
         histories.append(problems.train(optimizer, range(first, first + 2), exchange.rank))
@@ -88,13 +88,13 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(exchange, upda
     "settings", [{}, {"kernels": "torch"}, {"update": "sgd", "values": "float32"}, {"update": "muon"}], ids=str
 )
 def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settings):
-    """Of 400 steps of weight decay alone, 1e-4 each: a tenth of the smallest change that rounding keeps."""
+    """400 steps of weight decay only, 1e-4 each: a twentieth of the smallest change that rounding keeps."""
     parameter = Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
     optimizer = DeMo([parameter], lr=1e-3, weight_decay=0.1, process_group=SingleRank(), chunk=16, **settings)
     for _ in range(400):
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    weights = parameter.detach().float()  # to the nearest, they would stay 1
+    weights = parameter.detach().float()  # rounded to the nearest, they would stay 1
     assert abs(float(weights.mean()) - math.exp(-0.04)) < 1e-3
     assert float(weights.std()) < 0.02
 
@@ -133,7 +133,7 @@ def test_update_rule_can_change_and_starts_from_zero(before):
 
 
 def test_adamw_bias_correction_counts_per_parameter():
-    """A parameter that is unfrozen late begins as at the first step, not with a second moment of next to nothing."""
+    """A parameter that is unfrozen late begins as at the first step, not with a second moment of almost zero."""
     late, other = problems.parameters([(16, 16), (16, 16)])
     late.requires_grad_(False)
     optimizer = DeMo([late, other], **{**problems.SMALL, "update": AdamW(beta2=0.999), "lr": 1.0})
@@ -170,7 +170,7 @@ def test_update_rule_equals_torchs_optimizer_if_everything_is_sent(update, setti
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2)])
 def test_muon_refuses_other_shapes_than_matrices(shape):
-    """At first, in a group that is added, and when the rule of a group changes; each time nothing else changes."""
+    """At construction, in an added group, and when a group's rule changes; each time nothing else changes."""
     says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
     with pytest.raises(ValueError, match=says):
         problems.demo(shapes=[(4, 4), shape], update="muon")

@@ -1,1 +1,1 @@
-"""The step, the update rules, the round and the wire, slow and literal: what tests compare every faster path with."""
+"""The step, the update rules, the round and the wire, slow and literal: tests compare every faster path with them."""

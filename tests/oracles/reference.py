@@ -20,7 +20,7 @@ from demopt.core.rules import AdamW, Lion, Muon, Nesterov, Signum, rule_of
 from oracles import wire
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
-Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one chunk: position in the chunk -> value
+Coefficients: TypeAlias = dict[int, float]  # the part of one chunk that a rank sends: position in the chunk -> value
 Chunk: TypeAlias = tuple[slice, slice]
 #: A rule's state of a parameter: tensors shaped like U, and the number of updates; initially empty.
 RuleState: TypeAlias = dict[str, Any]
@@ -38,9 +38,9 @@ def step(
 ) -> tuple[Tensor, list[Tensor], Tensor, RuleState]:
     """Does one step of a parameter on W ranks (arXiv 2411.19870, algorithm 1).
 
-    Returns the parameter, what is left of each momentum, U before the update rule, and the rule's new state. A gradient
-    of None is zero. The computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with
-    the same names; `rule_state` is what the last step returned.
+    Returns the parameter, the rest of each momentum, U before the update rule, and the rule's new state. A gradient of
+    None is zero. The computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with the
+    same names; `rule_state` is the one that the last step returned.
 
     Examples:
         >>> settings = dict(lr=0.1, momentum_decay=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
@@ -125,7 +125,7 @@ def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
 def position_bits(K: int, N: int) -> int:
     """Returns the bits of K positions among N, in the shorter of two codes: all bits of each, or Elias-Fano's.
 
-    Elias-Fano: floor(log2(N / K)) low bits of each; of the rest, one bit a position and one for each step upwards.
+    Elias-Fano: floor(log2(N / K)) low bits of each; of the rest, one bit per position and one per step upwards.
     """
     low = math.floor(math.log2(N / K))
     return min(K * math.ceil(math.log2(N)), K * low + K + (N - 1 >> low))
@@ -144,7 +144,7 @@ def _dct_entry(k: int, x: int, n: int) -> float:
 
 
 def accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
-    """M <- b M + s G: s is 1 - b, or the learning rate (v1 of the paper)."""
+    """M <- b M + s G: s is 1 - b, or the learning rate (v1 of the paper), or 1 (for `local_round`)."""
     decay: float = settings["momentum_decay"]
     new: Tensor = decay * momentum
     if gradient is not None:
@@ -184,7 +184,7 @@ def largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
 
 
 def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
-    """Sums a coefficient over the ranks, then divides by those that sent it, or by all."""
+    """Sums a coefficient over the ranks, then divides by the number of those that sent it, or of all."""
     aggregate = {}
     for position in sorted(set().union(*messages)):
         values = [message[position] for message in messages if position in message]

@@ -31,7 +31,7 @@ def mixed(z: int) -> int:
 
 
 def word_sum(words: Sequence[int]) -> int:
-    """Sum of weighted words modulo 2**64; beyond 2**16 words, of the mixed sums of blocks of so many."""
+    """Sum of weighted words modulo 2**64; beyond 2**16 words, of the mixed sums of blocks of that many."""
     if len(words) > 1 << 16:
         return word_sum([mixed(word_sum(words[at : at + (1 << 16)])) for at in range(0, len(words), 1 << 16)])
     return sum(word * weight(number) for number, word in enumerate(words)) & MASK
@@ -90,7 +90,7 @@ def level(value: float, scale: float, values: str) -> int:
 
 
 def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
-    """The value planes of float32 numbers."""
+    """The value planes of float32 numbers; with "float64", of float64 ones."""
     flat = [value for chunk in chunks for value in chunk]
     if values == "float64":
         return [struct.pack(f"<{len(flat)}d", *flat)]

@@ -20,9 +20,9 @@ from demopt.codec.hyperparameters import NAMES, Codec
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("chunk", 8), ("transform", "identity"), ("chunking", "divisor")),  # which momenta depend on
+        *(("chunk", 8), ("transform", "identity"), ("chunking", "divisor")),  # momenta depend on these
         *(("top_k", 0), ("lr", -1.0), ("momentum_decay", 1.0), ("update", "adam"), ("exact", 0)),
-        *((name, {name: value}) for name, value in (("top_k", 0), ("topk", 3))),  # of a group more
+        *((name, {name: value}) for name, value in (("top_k", 0), ("topk", 3))),  # of an added group
         ("complex", {"params": [Parameter(torch.zeros(3, dtype=torch.cfloat))]}),
         ("float8", {"params": [Parameter(torch.zeros(3, dtype=torch.float8_e5m2))]}),
         ("lazy module", {"params": [UninitializedParameter()]}),
@@ -149,7 +149,7 @@ def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group()
     assert "codec" not in settings[0]
 
 
-#: The names of settings that every group has, impossible values, and what is said of them.
+#: A setting that every group has, an impossible value of it, and a part of the error.
 BAD = [
     ("lr", -0.1, r"-0\.1"),
     ("lr", float("nan"), "nan"),
@@ -214,7 +214,7 @@ def test_arrays_are_refused_as_settings_by_name():
 def test_demo_says_that_it_wants_parameters_where_a_model_came(given):
     with pytest.raises(TypeError, match=rf"params is a {type(given).__name__}; give parameters, such as model\.param"):
         DeMo(given)
-    assert len(DeMo(torch.nn.ParameterList([torch.zeros(2)])).param_groups[0]["params"]) == 1  # as of torch's
+    assert len(DeMo(torch.nn.ParameterList([torch.zeros(2)])).param_groups[0]["params"]) == 1  # torch's take it, too
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS.keys())
 def test_parameters_that_share_memory_are_refused_in_one_group_in_two_and_in_two_optimizers(views):
-    """Each would move the other; what is sent of one is applied to both, and shared() gives back the wrong one."""
+    """Each would move the other; one's message would apply to both; and shared() would give back the wrong one."""
     parameters = [*map(Parameter, views)]
     sgd, told = torch.optim.SGD, "share memory, as views of one buffer do"
     for make in (DeMo, lambda given: LocalDeMo(sgd(given))):
@@ -293,7 +293,7 @@ def test_views_of_one_buffer_without_a_common_element_frozen_ones_and_those_tied
     tied = [Parameter(columns[:, :2]), Parameter(columns[:, :2])]
     parameters = [frozen, *tied, Parameter(columns[:, 2:4]), Parameter(columns[:, 4:])]
     for device in ("cpu", "meta"):
-        with torch.device(device):  # of what a program makes from here on
+        with torch.device(device):  # the default for all that a program makes from here on
             assert len(DeMo(parameters).param_groups[0]["params"]) == 5
             assert len(LocalDeMo(torch.optim.SGD(parameters)).param_groups[0]["params"]) == 5
 

@@ -1,4 +1,4 @@
-"""Ranks begin with rank 0's weights, and are told where they differ; parameters in another order on one are refused."""
+"""Ranks begin with rank 0's weights, and are told if theirs differ; another order of parameters on one is refused."""
 
 import re
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from demopt import DeMo, FolderExchange, SettingsError
 from demopt.replicator.session import check_order
 from demopt.runs.store import ObjectStore
 
-#: By the ranks that the warning names: the rank whose weights differ, and how.
+#: The ranks that the warning names, the rank whose weights differ, and how they differ.
 CASES = {
     "a frozen parameter": ("rank 1", 1, lambda p: p[2].add_(1.0)),
     "one bit": ("rank 1", 1, lambda p: p[0].view(torch.int16)[3, 3].bitwise_xor_(1)),
@@ -48,7 +48,7 @@ def test_initial_weights_come_from_rank_0_with_a_warning(rank, case, kind):
 @pytest.mark.parametrize("differs", ["weights", "frozen", "gradients"])
 @ranks.each(2)
 def test_warning_that_is_an_error_is_one_on_all_ranks_which_may_then_go_on_alike(rank, more, differs):
-    """Rank 0 tells it. In these processes all warnings are errors."""
+    """Rank 0 tells the others. In these processes all warnings are errors."""
     parameters, same = problems.parameters(problems.FEW), differs == "gradients"
     parameters[2].requires_grad_(False)
     if not same:
@@ -107,7 +107,7 @@ def wrapped(model):
 
 
 def swapped(given, first=0, second=4):
-    """Two layers swapped: the default is the weights of two matrices."""
+    """The parameters with two of them swapped, by default the weights of two matrices."""
     given = [*given]
     given[first], given[second] = given[second], given[first]
     return given
@@ -116,13 +116,13 @@ def swapped(given, first=0, second=4):
 def trained_in_part():
     model = model_of()
     with torch.no_grad():
-        model[0][1].weight.mul_(1.5)  # ones here become ones of rank 0 elsewhere
-        model[1][0].weight.copy_(model[2][0].weight)  # a copy: the other one is in its place
+        model[0][1].weight.mul_(1.5)  # rank 0 has ones here, which this rank has elsewhere
+        model[1][0].weight.copy_(model[2][0].weight)  # a copy: the original is in its place
     return plain(model)
 
 
 def told(kind, lists):
-    """What each rank is told in its first step; the weights are unchanged if that is an error."""
+    """Each rank's error in its first step, as text, or "" without one; an error leaves the weights unchanged."""
 
     def work(exchange):
         optimizer = problems.optimizer_of(kind, lists[exchange.rank], process_group=exchange)
@@ -133,7 +133,7 @@ def told(kind, lists):
 
 BY_NAME = "rank 1 has parameter 0 '1.0.weight' where rank 0 has it at place 4: give the param"
 BY_VALUES = "rank 1 has parameter .* where rank 0 has it at place"
-#: How rank 0 gives its parameters, those of rank 1, and what both are told.
+#: How rank 0 gives its parameters, those of rank 1, and the error of both.
 PAIRS = {
     "names, other weights": (named, lambda: swapped(named(model_of(1))), BY_NAME),
     "names with wrappers": (named, lambda: swapped(wrapped(model_of())), BY_NAME),
@@ -165,7 +165,7 @@ def test_another_order_is_refused_and_other_names_or_weights_are_not_on_either_r
         ([5, 7], [7, 9], True),
         (["a", "b"], ["b", "c"], True),
         ([~5, 7], [7, ~5], True),
-        ([~5, 7], [9, ~5], False),  # elements that are all equal, as of other biases
+        ([~5, 7], [9, ~5], False),  # ~: all elements are equal, as those of another bias may be
     ],
 )
 def test_mark_at_another_place_is_refused_if_it_can_only_be_the_same_parameter(theirs, mine, is_refused):
@@ -187,7 +187,7 @@ def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind, dtype):
 
 
 class Quantized(torch.Tensor):
-    """A weight that is made of others and knows no operation, as those of torchao know few."""
+    """A weight that is made of other tensors and supports no operation; torchao's support few."""
 
     @staticmethod
     def __new__(cls, levels, scales):

@@ -1,4 +1,4 @@
-"""Mistakes that are noticed: what nothing synchronises, or something else does; local weights shown or lost; rates."""
+"""Mistakes noticed: parameters that nothing, or something else, synchronises; local weights shown or lost; rates."""
 
 import contextlib
 import copy
@@ -22,14 +22,14 @@ from demopt.exchange import liveness
 
 
 def _told(function, *args):
-    """The warnings of rank 0, which alone warns, of two."""
+    """The warnings of rank 0 of two ranks; only rank 0 may warn."""
     first, second = ranks.run(function, 2, *args)
     assert second == []
     return list(first)
 
 
 def _assert_told(told, *says):
-    """One warning that says all of this, or none."""
+    """Exactly one warning, which says all of this; without `says`, no warning."""
     assert len(told) == bool(says), told
     for each in says:
         assert each in told[0]
@@ -81,7 +81,7 @@ def test_optimizer_that_replaces_one_with_local_steps_says_how_to_send_them(rank
     _assert_told(problems.warned(lambda: build(problems.parameters([(4, 4)]))))
     _assert_told(problems.warned(build), *(["finish_round(last=True) on all ranks before this"] if rank == 0 else []))
     before = [p.detach().clone() for p in parameters]
-    for parameter in parameters:  # as a search of a learning rate does
+    for parameter in parameters:  # as a learning-rate finder does
         parameter.detach().zero_()
     _assert_told(problems.warned(build))
     for parameter, value in zip(parameters, before, strict=True):
@@ -173,7 +173,7 @@ def test_fsdp2_over_the_same_ranks_is_refused():
         DEMO(model.parameters()).step()
 
 
-#: Each of the two norms of a model, and the one that a warning names.
+#: The class of a model's two norms, and the one that a warning names, if there is a warning.
 NORMS = {
     **dict.fromkeys(("unsync of a plain model", "muon_adamw", "muon_groups"), (nn.BatchNorm1d, "1")),
     "unsync": (nn.BatchNorm1d, "module.1"),
@@ -265,7 +265,7 @@ def test_evaluation_between_rounds_outside_of_shared_warns_once(how):
 
 @pytest.mark.parametrize("how", ["shared", "a copy", "pickled", "trains in eval()", "DeMo"])
 def test_evaluation_that_is_no_mistake_warns_of_nothing(how):
-    """Nor right after a round, nor of one rank."""
+    """Neither does an evaluation right after a round, or with a single rank."""
     assert _told(_evaluated, how, 3) == _told(_evaluated, "plain", 4) == ranks.run(_evaluated, 1, "plain", 3)[0] == []
 
 
@@ -283,7 +283,7 @@ def test_rank_0s_model_has_one_hook_however_often_its_ranks_change(rank):
 
 @ranks.each(2)
 def test_torchscript_takes_the_model_inside_shared_and_outside_rank_0_says_so(rank):
-    """Of a copy, too."""
+    """For a copy, too."""
     torch.manual_seed(0)
     model, inputs = Layers(), problems.draw((3, 6))
     optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
@@ -358,7 +358,7 @@ def _decayed(step):
     return 0.02 * (1 - step / 40)
 
 
-#: The rates with which groups are built; those that a script gives them at a step; the step that hints, and the hint.
+#: The rates that groups are built with; those that a script sets at a step; the step with the hint, and the hint.
 BELOW = "the learning rate of inner group 0 is 0.002; it was built with 0.02"
 ALONE = "the learning rate of param_groups[0], and those of the other 1 are as at first"
 PAIR = [0.02, 0.02]

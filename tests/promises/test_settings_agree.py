@@ -21,7 +21,7 @@ OTHER = {
 
 def _assert_named(error, odd, *names):
     assert isinstance(error, SettingsError)
-    for name in (f"rank {odd or 1}", *names):  # rank 0 is what others are compared with
+    for name in (f"rank {odd or 1}", *names):  # the others are compared with rank 0
         assert name in str(error)
 
 
@@ -42,7 +42,7 @@ def test_differing_settings_cover_every_setting():
     assert all(OTHER[name] != {**group, **problems.SMALL}[name] for name in OTHER)
 
 
-#: The parameters of rank 1, of those that rank 0 has.
+#: The parameters of rank 1, made from those of rank 0.
 MODELS = {
     "a parameter more": lambda few: few + problems.parameters([(3,)]),
     "the same size, another shape": lambda few: problems.parameters([(16, 32)]) + few[1:],
@@ -64,7 +64,7 @@ def test_differing_models_are_refused(exchange, kind):
 
 @ranks.each(2)
 def test_differing_version_route_and_hardware_are_refused(rank):
-    """Hardware (threads, precision), which can change bits of muon, not of signum; settings are named before it."""
+    """Hardware (threads, precision) can change bits of muon, not of signum; settings are named before it."""
 
     def refusal(update):
         return problems.refusal(problems.demo(shapes=[(32, 16)], update=update), rank=rank)
@@ -81,7 +81,7 @@ def test_differing_version_route_and_hardware_are_refused(rank):
     torch.set_float32_matmul_precision(["highest", "high"][rank])
     _assert_named(refusal("muon"), 1, "its hardware", "float32 products high", "float32 products highest")
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision = ["ieee", "tf32"][rank]  # after which torch does not tell the old name
+    torch.backends.cuda.matmul.fp32_precision = ["ieee", "tf32"][rank]  # after this, torch no longer tells the old name
     _assert_named(refusal("muon"), 1, "its hardware", "float32 products tf32", "float32 products highest")
     torch.set_float32_matmul_precision("highest")
 
@@ -108,7 +108,7 @@ def test_settings_in_equivalent_forms_agree(exchange):
 )
 @ranks.alike(3)
 def test_settings_changed_later_are_named_before_apply(exchange, change, said):
-    """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
+    """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces a new layout."""
     optimizer = problems.demo(exchange)
     problems.train(optimizer, range(2), exchange.rank)
     if exchange.rank == 1:
@@ -118,7 +118,7 @@ def test_settings_changed_later_are_named_before_apply(exchange, change, said):
 
 @ranks.alike(2)
 def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until_they_agree(exchange):
-    """A rank with a round in flight hears of another layout at its next round, after which it sends anew."""
+    """A rank with a round in flight hears of another layout at its next round; after that it sends anew."""
     optimizer, frozen = problems.local(exchange, delay=1), exchange.rank == 1
     problems.train(optimizer, range(2), exchange.rank)
     optimizer.param_groups[0]["params"][1].requires_grad_(not frozen)
@@ -137,7 +137,7 @@ def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until
 def test_inner_settings_are_compared_as_they_are_at_the_first_step(exchange):
     """Rank 0 gets its learning rate after construction."""
     first = exchange.rank == 0
-    inner = functools.partial(torch.optim.SGD, lr=0.1 if first else 1, foreach=first)  # which changes no result
+    inner = functools.partial(torch.optim.SGD, lr=0.1 if first else 1, foreach=first)  # foreach changes no result
     optimizer = problems.local(exchange, inner=inner)
     optimizer.param_groups[0]["lr"] = torch.tensor(1.0) if first else 1
     problems.train(optimizer, range(1), exchange.rank)

@@ -70,7 +70,7 @@ def test_state_resumes_bit_for_bit(carrier, dtype, done, settings):
 
 @pytest.mark.parametrize("carrier", [None, by_file, copy.deepcopy])
 def test_files_of_an_optimizer_hold_momentum_once(carrier):
-    """Plain pickle of an optimizer must be helped: views pickle their whole storage."""
+    """Pickling an optimizer needs help: views pickle their whole storage."""
     optimizer = problems.demo(shapes=[(64, 64)] * 20)
     optimizer = carrier(optimizer) if carrier is not None else optimizer
     held = sum(each.nbytes for each in (*problems.momenta(optimizer), *problems.all_parameters(optimizer)))
@@ -86,7 +86,7 @@ def test_files_of_an_optimizer_hold_momentum_once(carrier):
 )
 @ranks.alike(2)
 def test_each_tensor_of_a_state_costs_what_it_holds(exchange, make, settings):
-    """A view takes all that it looks at along: of 40 parameters, 40 times as much."""
+    """A view would bring its whole storage along: with 40 parameters, 40 times as much."""
     optimizer = make(exchange, [(32, 32)] * 40, **settings)
     problems.train(optimizer, range(2), exchange.rank)
     state = optimizer.state_dict()
@@ -96,7 +96,7 @@ def test_each_tensor_of_a_state_costs_what_it_holds(exchange, make, settings):
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == held
     snapshot = make_dataclass("Snapshot", ["state"])  # as pytorch/examples' minGPT-ddp saves
     for write in (problems.saved, pickle.dumps):
-        whole = write(asdict(snapshot(state)))  # which copies each tensor by itself
+        whole = write(asdict(snapshot(state)))  # asdict copies each tensor by itself
         assert len(whole) < 1.1 * held + 1000 * len(tensors), write
         parts = [write(copy.deepcopy(tensor)) for tensor in tensors]
         assert sum(map(len, parts)) < 1.1 * held + 2000 * len(tensors), write
@@ -115,14 +115,14 @@ def test_deepcopy_with_model_trains_the_copied_model():
 
 
 def _around(inner, frozen=True):
-    """A LocalDeMo of two parameters, and the second, which may be frozen."""
+    """A LocalDeMo of two parameters, and the second parameter, which may be frozen."""
     first, last = problems.parameters([(8, 8), (4,)])
     last.requires_grad_(not frozen)
     return LocalDeMo(inner([first, last]), process_group=SingleRank()), last
 
 
 def test_inner_state_of_a_frozen_parameter_loads_also_where_that_trains():
-    """Adagrad makes its state with its parameters, whether they train or not."""
+    """Adagrad creates its state at construction, whether parameters train or not."""
     (before, saved), (after, loaded) = _around(torch.optim.Adagrad), _around(torch.optim.Adagrad)
     before.inner[0].state[saved]["sum"].fill_(3.0)
     after.load_state_dict(reshard([before.state_dict()], 1)[0])
@@ -210,7 +210,7 @@ def test_optimizer_copies_keep_the_process_group_unless_it_was_given_and_cannot_
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("flat", [False, True])
 def test_torch_checkpoint_state_dicts_run_no_step(steps, flat):
-    """They give an optimizer without state one by stepping it, which changes momenta, and hangs if one rank saves."""
+    """They create missing state by a step of the optimizer, which changes momenta, and hangs if one rank saves."""
     options, recorder = StateDictOptions(flatten_optimizer_state_dict=flat), problems.Recorder()
     model = torch.nn.Sequential(torch.nn.Linear(17, 20), torch.nn.Linear(20, 2, bias=False)).bfloat16()
     model.append(torch.nn.Linear(3, 3, bias=False).requires_grad_(False))
@@ -271,7 +271,7 @@ def test_momentum_that_a_script_replaces_is_taken():
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
-    """It is put together from parts."""
+    """That state is put together from parts."""
     local = problems.local()
     problems.fingerprints(local, range(1))
     parameter = problems.all_parameters(local)[0]
@@ -282,7 +282,7 @@ def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
     local.state[parameter][name] *= 0.5  # in place
     for shown in (local.state, local.state[parameter]):
         for own in (copy.copy(shown), shown.copy(), copy.deepcopy(shown), problems.by_file(shown)):
-            own.clear()  # it is the script's
+            own.clear()  # the copy is the script's
     assert name in local.state[parameter]
 
 

@@ -1,4 +1,4 @@
-"""What a step takes: closures, hooks, any shape, dtype and stride; gradients that ranks lack, or are not finite."""
+"""The inputs of a step: closures, hooks, any shape, dtype and stride; gradients that ranks lack, or are not finite."""
 
 from collections import Counter
 from math import inf, nan
@@ -42,7 +42,7 @@ def test_closure_failure_sends_and_changes_nothing():
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_frozen_parameter_with_a_gradient_is_told_of_once_because_others_would_train_it(kind):
-    """Also with one that is not finite."""
+    """Also if that gradient is not finite."""
     optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW))
     parameter, heard = problems.all_parameters(optimizer)[0], []
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure):
 
     def clip(*_):
         counts.update(["before"])
-        if model.weight.grad is not None:  # without a closure: it is in time
+        if model.weight.grad is not None:  # without a closure, the hook is in time
             model.weight.grad.zero_()
 
     optimizer.register_step_pre_hook(clip)
@@ -106,7 +106,7 @@ PATTERNS = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 @ranks.alike(2)
 def test_missing_gradient_counts_as_zero_and_changes_no_collective(exchange, pattern):
-    """Until some rank has a gradient, each step also compares fingerprints of gradients, for double synchronisation."""
+    """Until some rank has a gradient, each step also compares gradients' fingerprints, to notice synchronised ones."""
 
     def run(missing, as_zeros=False):
         recorder = problems.Recorder(exchange)
@@ -257,12 +257,12 @@ def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank
     ("settings", "size"),
     [
         *(({"values": values}, size) for values in ("float32", "float64") for size in (3.4e38, 3e37)),
-        ({"update": "adamw"}, 1e25),  # whose square overflows
+        ({"update": "adamw"}, 1e25),  # its square overflows
     ],
     ids=str,
 )
 def test_overflowing_finite_gradients_poison_nothing(settings, size):
-    """The transform adds up a chunk, and bfloat16 rounds up: both can make Inf of finite gradients."""
+    """The transform adds up a chunk, and bfloat16 rounds up: both can turn finite gradients into Inf."""
     optimizer = problems.demo(shapes=[(16, 16)], momentum_decay=0.0, **settings)
     (parameter,) = problems.all_parameters(optimizer)
     before = parameter.detach().clone()
@@ -324,7 +324,7 @@ def test_grad_scaler_with_float16_parameters_is_refused_by_local_demo_where_grad
 @pytest.mark.parametrize("mode", ["on", "unscale first"])
 @pytest.mark.parametrize("bad_step", [None, 2])
 def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode, bad_step):
-    """While scales grow. It calls step also on the rank that overflowed; otherwise the others would wait for it."""
+    """While scales grow. The scaler also calls step on the rank that overflowed; otherwise the others would wait."""
     scaled, unscaled = (ranks.threads(_scaled, 2, each, bad_step) for each in (mode, "off"))
     for (mark, parameters, momenta, skipped, scales), plain in zip(scaled, unscaled, strict=True):
         assert mark == scaled[0][0], "the ranks have drifted"

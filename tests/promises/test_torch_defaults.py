@@ -1,4 +1,4 @@
-"""Torch's defaults of the process, its dtype, its device and its mode, change no bit of a run."""
+"""Torch's defaults in the process (dtype, device, mode) change no bit of a run."""
 
 import functools
 import sys
@@ -45,7 +45,7 @@ DEFAULTS = {
 
 
 def _bits(exchange, kind, kernels, defaults=""):
-    """The fingerprint, and the state saved and loaded, of a few steps; under the defaults in each call of demopt's."""
+    """The fingerprints after steps, a save, a load and more steps; each call of demopt's is under the defaults."""
     settings, is_local = dict(KINDS[kind]), kind.startswith("local")
     shapes = [(33, 20), (16, 16)] if settings.get("update") == "muon" else problems.FEW
     parameters = problems.parameters(shapes)
@@ -55,7 +55,7 @@ def _bits(exchange, kind, kernels, defaults=""):
     modules = [module for name, module in sys.modules.items() if name.startswith("demopt.")]
     for each in {each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")}:
         if each.__name__ != "library":
-            each.cache_clear()  # constants that other tests have made under no defaults
+            each.cache_clear()  # constants that other tests have made without these defaults
 
     def make(of):
         with under() if defaults != "inference" else torch.no_grad():
@@ -91,7 +91,7 @@ def _bits(exchange, kind, kernels, defaults=""):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_defaults_of_the_process_change_no_bit(kind, kernels):
-    """One rank after the other, because defaults are the process's; and no constant stays from before."""
+    """A default dtype is the process's, so it is set around all ranks; and no constant stays from before."""
     expected = ranks.threads(_bits, 2, kind, "torch")
     assert expected[0] == expected[1]
     for defaults in DEFAULTS:
@@ -101,5 +101,5 @@ def test_defaults_of_the_process_change_no_bit(kind, kernels):
         else:
             found = ranks.threads(_bits, 2, kind, kernels, defaults)
         if kernels == "auto" and kind in ("adamw on floats", "muon"):
-            continue  # momenta of kernels differ by rounding, and so may what follows from them in floats
+            continue  # momenta of kernels differ by rounding, and so may floats that follow from them
         assert found == expected, defaults

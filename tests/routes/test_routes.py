@@ -1,4 +1,4 @@
-"""Routes: "auto" takes that which receives fewer bytes, and says so; on both damage is refused, and resync repairs."""
+"""Routes: "auto" takes the one that receives fewer bytes, and says so; both refuse damage, and resync repairs it."""
 
 import functools
 import re
@@ -55,7 +55,7 @@ def test_demo_has_route_gather():
 
 
 def test_too_many_ranks_for_exact_sums_are_refused():
-    """In 2 bits the sum of more than 2**18 ranks can leave 2**24."""
+    """In 2 bits, the sum over more than 2**18 ranks can exceed 2**24."""
     assert _demo(1 << 18, values="2-bit")
     with pytest.raises(ValueError, match=r"exact sums of 262145 ranks .*; use exact=False"):
         _demo((1 << 18) + 1, values="2-bit")
@@ -67,7 +67,7 @@ ON = {"gather": problems.demo, "owner": problems.two_way}
 
 
 def _corrupted(exchange, route, bad_rank, place):
-    """Flips a bit that rank 0 gets of `bad_rank`, in collective `place` of step 3; all take rank 1's weights then."""
+    """Flips a bit that rank 0 gets from `bad_rank`, in collective `place` of step 3; then all take rank 1's weights."""
     flips = []  # in the collectives to come
 
     def flip(rows):
@@ -121,5 +121,5 @@ def test_an_owner_that_cannot_apply_its_answer_does_not_answer_with_it_again(nam
     assert any(each.any() for each in whole)
     if name == "decompress":
         assert problems.same(whole, failed)
-    else:  # what has not left it is dropped
+    else:  # an error that its answer has not left is dropped
         assert problems.same([*whole[:-1], torch.zeros_like(whole[-1])], failed)

@@ -19,6 +19,6 @@ def any_store(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def still():
-    """Time stands still, for workers in one thread: nobody comes if one waits."""
+    """Time stands still, for workers in one thread: while one waits, no other can come."""
     with stores.time_by(stores.STILL):
         yield

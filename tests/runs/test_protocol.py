@@ -1,9 +1,9 @@
 """Random schedules of workers that send, die, sleep and join, against a literal model, with crashes between any calls.
 
-A worker's movement is a set of tokens, one for each piece of work. A message carries the oldest tokens that it has not
+A worker's movement is a set of tokens, one per piece of work. Its message carries the oldest tokens that it has not
 seen applied. The weights are the list of tokens applied so far. Each worker is a thread, and each of its calls to the
-store waits for its turn, which the test gives; so calls can come in any order, and none depends on speed. By the
-manifests that lead to a worker's weights, each of its tokens counts once, or waits, or it has said that it drops them.
+store waits for its turn, which the test gives; so calls can come in any order, and none depends on speed. In the
+manifests that lead to a worker's weights, each of its tokens counts once; else it waits, or was said to be dropped.
 """
 
 import copy
@@ -42,7 +42,7 @@ W = TypeVar("W", bound="InTurns")
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Stands for decoded messages: a row of tokens each, 0 for none."""
+    """Stands in for decoded messages: a row of tokens each, 0 for none."""
 
     tokens: torch.Tensor
     samples: tuple[int, ...] = (1,)
@@ -54,7 +54,7 @@ class Rows:
 
 
 class Tokens:
-    """Stands for a replicator, its wiring and its route: its weights are the tokens applied so far, in order."""
+    """Stands in for a replicator, its wiring and its route: its weights are the tokens applied so far, in order."""
 
     groups: ClassVar[list[Any]] = []
     device, widths = torch.device("cpu"), (HEADER_BYTES + 4 * MOST,) * 2
@@ -67,7 +67,7 @@ class Tokens:
         self.route, self.run, self.round = self, run, None
         self.follower, self.fingerprint = Follower(), lambda: 0
         self.pending: list[int] = []  # done here, and not known to be applied
-        self.dropped = set[int]()  # of a state that does not know what of it was sent, or before a fork
+        self.dropped = set[int]()  # from a state that does not know which were sent, or from before a fork
 
     def wiring(self) -> "Tokens":
         return self
@@ -135,7 +135,7 @@ class Tokens:
 
 
 def sent(data: bytes) -> list[int]:
-    """The tokens in a message as it is in a store."""
+    """The tokens in a message as a store holds it."""
     return tokens_of(tensor_of(data.partition(b"\n")[2]))
 
 
@@ -149,7 +149,7 @@ class Faulty(ObjectStore):
     def __init__(self) -> None:
         super().__init__()
         self.fault, self.forks, self.gone = "", 0, 0
-        self.forking = dict[threading.Thread, str]()  # how a worker's next manifest wins, too
+        self.forking = dict[threading.Thread, str]()  # how a worker's next manifest wins as a second one
         self.read = set[tuple[threading.Thread, str]]()  # names that a worker has read
         self.young: list[str] = []  # the last objects that were put
         self.under_way: list[tuple[str, bytes]] = []
@@ -165,7 +165,7 @@ class Faulty(ObjectStore):
         return {name for name in super().list(folder) if not self.hides(f"{folder}/{name}")}
 
     def hides(self, name: str) -> bool:
-        """Whether a read lags: behind all objects, or behind the manifest that a second one is to replace."""
+        """Whether a read misses this young object: any one, or only a manifest that a second one is to replace."""
         return name in self.young and (self.fault == "stale" or self.splits(name))
 
     def splits(self, name: str) -> bool:
@@ -185,7 +185,7 @@ class Faulty(ObjectStore):
             if there and self.fault == "first stays":
                 self.forks += 1
                 return True
-            if there and name in self.young:  # at the same time
+            if there and name in self.young:  # both at the same time
                 self.forks += 1
                 self.delete([name])
         won = super().put_if_absent(name, data)
@@ -195,7 +195,7 @@ class Faulty(ObjectStore):
         return won
 
     def arrive(self) -> None:
-        """The uploads that were slow are there."""
+        """Puts the objects of all slow uploads."""
         for name, data in self.under_way:
             super().put_if_absent(name, data)
         self.under_way.clear()
@@ -208,7 +208,7 @@ class Faulty(ObjectStore):
 
 
 def weights_after(newest: str, ever: Mapping[str, tuple[str, bytes]]) -> list[int]:
-    """The weights after a manifest, from those that it follows and the messages that they name, gone or not."""
+    """The weights after a manifest, from the manifests up to it and the messages that they name, gone or not."""
     found: list[int] = []
     while newest:
         manifest = json.loads(ever[newest][1])
@@ -221,7 +221,7 @@ class Worker:
     """A worker with tokens for weights. It runs in a thread of its own, and calls `wait` before each store call."""
 
     def __init__(self, number: int, store: Store, again: "Worker | None" = None, **settings: Any) -> None:
-        """`again`: the worker that goes on here from its last state."""
+        """`again`: the worker whose last state this one goes on from."""
         self.run = FolderExchange(Through(store, self.wait), checkpoint_every=3, **settings)
         turn = 1 if number % 2 else -1  # requests side by side come in any order
         self.run.together = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
@@ -299,7 +299,7 @@ class InTurns(Worker):
         self.store, self.turns, self.waits = store, queue.SimpleQueue[str](), queue.SimpleQueue[bool]()
         super().__init__(number, store, late=0.0, **settings)
         again = settings.get("again")
-        self.heard = again.heard if again else 0  # of what it has said
+        self.heard = again.heard if again else 0  # texts in `said` that were looked at
         self.thread.start()
         self.alive = self.waits.get()
 
@@ -326,11 +326,11 @@ class InTurns(Worker):
         self.waits.put(False)
 
     def rested(self) -> None:
-        """Its weights are those of the manifests that it follows; its tokens count once, or wait, or it has said so."""
+        """Its weights follow from its manifests; each of its tokens counts once, waits, or was said to be dropped."""
         applied = self.tokens.applied
         assert applied == weights_after(log.digest_of(self.run.decided), self.store.ever)
         made = {1000 * (self.owner + 1) + number + 1 for number in range(self.made)}
-        if any(DROPPED in text for text in self.said[self.heard :]):  # messages that only lost manifests list, too
+        if any(DROPPED in text for text in self.said[self.heard :]):  # also tokens that only lost manifests list
             self.tokens.dropped |= made
         self.heard = len(self.said)
         times = Counter(applied + self.tokens.pending)
@@ -340,9 +340,9 @@ class InTurns(Worker):
 
 
 def check(workers: list[InTurns], bare: Faulty, forked: bool = False) -> None:
-    """All that has ended has said why, and all weights are of one history, unless `forked`, with each token once."""
+    """All workers that ended said why; all weights are of one history, unless `forked`, with each token once."""
     for worker in workers:
-        if worker.error is not None and str(worker.error) != "broken":  # where what a manifest names is gone
+        if worker.error is not None and str(worker.error) != "broken":  # an object that a manifest names may be gone
             is_gone = isinstance(worker.error, ExchangeError) and "gone" in str(worker.error)
             assert (is_gone and (bare.gone or bare.forks)) or "holds no run" in str(worker.error), worker.error
     those = [] if forked else [each.tokens.applied for each in workers if each.alive or not bare.forks]
@@ -377,7 +377,7 @@ def actions_of(text: str) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, list[W], Callable[[str, int, int], None]]]:
-    """Yields a store, its three workers, and a function that carries out an action. Turns are their time."""
+    """Yields a store, its three workers, and a function that carries out an action. Turns are their only clock."""
     bare, workers = Faulty(), list[W]()
 
     def carry_out(action: str, who: int, turns: int) -> None:
@@ -389,7 +389,7 @@ def schedule(kind: type[W], keep_log: bool = True) -> Iterator[tuple[Faulty, lis
                 put_stop(bare, max((worker.rounds for worker in workers), default=0), record.identity)
         elif action == "arrive":
             bare.arrive()
-        elif action == "ghost":  # somebody asks to be waited for, ten minutes, and never comes
+        elif action == "ghost":  # somebody asks the others to wait ten minutes, and never comes
             if record := log.read_record(bare):
                 log.put_hello(bare, max(worker.rounds for worker in workers), record.identity, "ghost", 600.0)
         elif action == "lose":
@@ -419,10 +419,10 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool, stops: bool = Fals
             check(workers, bare, forked=bare.forks > 0)
         bare.arrive()
         begun, bare.forking = [(worker, worker.rounds) for worker in workers], {}
-        # All that live get on, or end where what they need is gone. Six obey a wish within eight rounds of ten turns.
+        # Living workers get on, or end if an object they need is gone. Six obey a wish within 8 rounds of 10 turns.
         are_six = stops and sum(worker.alive for worker in workers) == 6
         for turn in range(400 if bare.forks else 180 if are_six else 120):
-            if stops and turn in (0, 60):  # who joins after a wish does not obey it
+            if stops and turn in (0, 60):  # workers that join after a wish do not obey it
                 carry_out("stop", 0, 1)
             for worker in workers:
                 worker.run._patient.patience = 0.0 if turn > 60 else 600.0
@@ -444,7 +444,7 @@ def test_no_schedule_loses_or_doubles_a_movement(actions, keep_log):
 
 @hypothesis.given(st.lists(FAULTS, min_size=10, max_size=60), st.booleans())
 @hypothesis.settings(max_examples=max(40, hypothesis.settings.default.max_examples // 5))
-# A worker forgets its round, because it reads another manifest before; and the next manifest lists its message.
+# A worker forgets its round, because the manifest before it is another one; but the next manifest lists its message.
 @hypothesis.example(  # three manifests of one round win
     actions_of(
         "late 4 15, stale 3 1, go 0 20, stale 3 2, late 0 21, go 2 3, go 2 16, go 0 19, break 5 1, go 5 23, go 0 2, "
@@ -453,7 +453,7 @@ def test_no_schedule_loses_or_doubles_a_movement(actions, keep_log):
     False,
 )
 def test_no_schedule_with_faults_of_the_store_loses_or_doubles_a_movement(actions, keep_log):
-    """A 409, a done put that is answered 500, late reads and puts, two puts that both win, deleted messages."""
+    """A 409, a 500 for a put that was done, late reads and puts, two puts that both win, deleted messages."""
     play(actions, keep_log)
 
 

@@ -1,4 +1,4 @@
-"""Which sequences a run reads: each exactly once per epoch, whoever comes, leaves, is late or dies."""
+"""The sequences that a run reads: each exactly once per epoch, whoever comes, leaves, is late or dies."""
 
 import copy
 import random
@@ -29,7 +29,7 @@ TOTAL = 24
 
 
 class Reader(InTurns):
-    """A worker whose tokens are the numbers that it has read, plus one; it wants another number of them each time."""
+    """A worker whose tokens are the numbers that it has read, plus one; how many it wants differs each time."""
 
     def work(self) -> None:
         self.run.total, self.run.wanted = TOTAL, 1 + (self.number + self.rounds) % 4
@@ -38,7 +38,7 @@ class Reader(InTurns):
 
 
 def lost(bare: Store) -> set[int]:
-    """The numbers that a manifest takes from workers without a message of theirs."""
+    """The numbers that manifests take from workers that have sent no message."""
     identity, found, number, before = log.read_record(bare).identity, set[int](), 0, None
     while (manifest := log.read_manifest(bare, identity, number)) is not None:
         for worker in before.reading.held if before and before.reading else ():
@@ -154,7 +154,7 @@ def test_worker_that_the_last_round_has_left_out_saves_the_end_of_the_run():
     store = ObjectStore()
     late, other = (Worker(store, number).join() for number in range(2))
     late.run.rounds = other.run.rounds = 1
-    other.optimizer._rounds.save = Mock()  # in which it dies
+    other.optimizer._rounds.save = Mock()  # as if it died there
     for worker in (other, late):
         worker.round()
     assert (late.run.row, log.checkpoints(store)) == (None, [0, 1])
@@ -274,7 +274,7 @@ def test_sampler_refuses_an_optimizer_that_is_in_no_run(make):
 
 
 def test_spans_stay_few_over_a_long_run():
-    """What is returned is handed out first, so holes close."""
+    """Returned numbers are handed out first, so holes close."""
     schedule, wanted = random.Random(0), {f"w{number}": 20 for number in range(16)}
     reading = Reading(10**6).after({}, wanted)
     for number in range(1000):

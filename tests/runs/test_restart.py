@@ -79,7 +79,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
     assert again.run.unsent == (0 if is_dropped else kept - sent)
     steps(again, again, again)
     _, counts = times_applied(bare, [other, again])
-    lost = range(kept, dies.taken)  # after the state was saved: they are in the message, or nowhere
+    lost = range(kept, dies.taken)  # steps after the state was saved: in the message, or nowhere
     assert counts[:kept] == [1.0] * kept, counts[: again.taken]
     assert {counts[step] for step in lost} <= {float(decided != "without it")}
     assert counts[dies.taken :] == [1.0] * 3
@@ -139,7 +139,7 @@ def test_catch_up_that_an_error_has_ended_goes_on_before_the_next_message_and_ea
     steps(late, late, *[other] * 6)
     away = pytest.raises(ExchangeError, match="away")
     with away, patch.object(late.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
-        steps(late, late)  # left out of round 2, after which there is another
+        steps(late, late)  # left out of round 2; there is another one after it
     steps(late, late)
     assert (late.run.last.manifest.round, late.run.row) == (3, 0)
     assert late.optimizer.stats.payload_bytes == late.optimizer.replicator.message_bytes, "one message, none too late"
@@ -215,7 +215,7 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
     first = Worker(ObjectStore(), 0)
     rounds(first, Worker(store, 1))
     state = first.state()
-    with pytest.raises(SettingsError, match="the state is of another run"):  # although that is further
+    with pytest.raises(SettingsError, match="the state is of another run"):  # although the state is at a later round
         Worker(store, 4, state=Worker(ObjectStore(), 5).round(3).state()).join()
     other, weights = Worker(store, 2, state=state), Worker(store, 3)
     with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
@@ -254,7 +254,7 @@ def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store, is_interrupt
     state["folder"]["before"] = "00" * 16
     again = Worker(store, 1, state=state)
     again.optimizer.replicator.parameters[0].data.add_(1.0)  # as on the other branch
-    if is_interrupted:  # as soon as it has those of the first checkpoint
+    if is_interrupted:  # as soon as it has the first checkpoint's weights
         rounds = again.optimizer._rounds
 
         def interrupted(checkpoint, take=rounds.take):
@@ -342,7 +342,7 @@ def test_undecided_message_of_a_state_that_starts_another_run_is_in_the_error_of
     with patch.object(log, "propose", side_effect=ExchangeError("away")), pytest.raises(ExchangeError, match="away"):
         worker.step()
     state = worker.state()
-    early = {**state, "folder": {**state["folder"], "in_error": 0}}  # as of before the message
+    early = {**state, "folder": {**state["folder"], "in_error": 0}}  # as before the message
     for each in (state, early):
         again = Counter(ObjectStore(), 1, state=each).join()
         assert (again.run.unsent, again.run.in_error) == (2, 2)
@@ -350,7 +350,7 @@ def test_undecided_message_of_a_state_that_starts_another_run_is_in_the_error_of
 
 def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():
     store, (worker, other) = counters()
-    steps(other, other, worker, worker)  # of which the second is left out
+    steps(other, other, worker, worker)  # `worker` is left out of the round
     worker.step()
     worker.parameter.data[-1] = math.inf
     away = patch.object(log, "propose", side_effect=ExchangeError("away"))
@@ -363,7 +363,7 @@ def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():
 @pytest.mark.parametrize("restarts", [False, True])
 def test_older_weights_that_a_resync_left_at_an_error_lose_no_step_and_no_name(restarts):
     store, (worker, other) = counters()
-    steps(*[worker, other] * 2, *[worker] * 10)  # of which nobody expects the other one any more
+    steps(*[worker, other] * 2, *[worker] * 10)  # at the end nobody expects the other one any more
     with patch.object(worker.optimizer._rounds, "apply_manifest", side_effect=ExchangeError("away")):
         with pytest.raises(ExchangeError, match="away"):
             worker.optimizer.resync()
@@ -522,7 +522,7 @@ def test_message_of_a_round_that_is_long_over_is_not_put_again_after_a_restart(s
     monkeypatch.setattr(second.run, "put", Mock(side_effect=ExchangeError("away")))
     with pytest.raises(ExchangeError, match="away"):
         second.round()
-    first.round(4)  # whose checkpoints delete the old messages
+    first.round(4)  # its checkpoints delete the old messages
     again = Worker(store, 1, late=60.0, state=second.state())
     monkeypatch.setattr(again.run, "put", put := Mock(wraps=again.run.put))
     assert again.join().rounds == 4

@@ -115,7 +115,7 @@ def test_joiner_reads_the_run_before_it_serialises_weights(store, monkeypatch):
 
 
 def test_layer_that_is_frozen_while_a_round_is_in_flight_does_not_end_that_round(store):
-    """It is checked against its own layout. The next one is refused before it is sent, until the layer trains again."""
+    """The round is checked against its own layout. The next one is refused unsent, until the layer trains again."""
     first, second = joined(store, delay=1, sync_every=1, late=60.0)
     first.step()  # sends round 0, which waits for the second
     first.model[0].requires_grad_(False)
@@ -174,11 +174,11 @@ def test_second_worker_of_one_name_sends_under_another_and_counts_once_after_an_
     """As from a cloned machine: both messages are in the round."""
     first, second = joined(store)
     second.run.worker = first.run.worker
-    first.run.late = 60.0  # for the hello that the second has put under its old name
+    first.run.late = 60.0  # it waits because of the hello that the second put under its old name
     with waiting(first.round, store):
         with interrupted(second) if fails else contextlib.nullcontext():
             second.round()
-        while not first.run.received_bytes:  # it has not read that message
+        while not first.run.received_bytes:  # until it has read that message
             time.sleep(0.005)
         first.run.late = 0.0
     second.optimizer.flush()
@@ -207,7 +207,7 @@ def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(stor
     with interrupted(worker):
         worker.round()
     worker.run.note["loss"] = 2
-    worker.optimizer.rollback()  # which forgets no round of a folder
+    worker.optimizer.rollback()  # it forgets no round of a folder
     worker.optimizer.flush()
     (sender,) = worker.run.decided.senders
     assert (sender.worker, sender.note, worker.run.last.row) == ("w0", {"loss": 1}, 0)
@@ -216,7 +216,7 @@ def test_note_that_changes_while_its_message_is_under_way_is_sent_as_it_was(stor
 @pytest.mark.parametrize("wins", [0, 1])
 @pytest.mark.usefixtures("still")
 def test_fork_of_several_rounds_is_healed_and_no_step_counts_twice(wins):
-    """The store falls into two parts, and later shows one's manifests, and the messages of both."""
+    """The store splits into two parts; later it shows the manifests of one, and the messages of both."""
     said, (bare, workers) = [], counters()
     workers[1 - wins].run.say = said.append
     steps(*workers * 4)
@@ -253,13 +253,13 @@ def test_copies_of_a_folder_that_a_program_keeps_alike_are_told():
     workers[1].run.store.inner.inner = parts[1]
     for _ in range(3):
         steps(*[workers[0]] * 2)
-        copy(*parts, only="message")  # where a manifest is already, the program keeps that
+        copy(*parts, only="message")  # the program keeps a manifest that is there already
         steps(*[workers[1]] * 2)
     assert ["a run needs one folder for all" in text for text in said] == [True], said
 
 
 def copy(source, target, only=""):
-    """Puts the objects of a store, whose names end so, into another one in which they are absent."""
+    """Copies those objects of a store whose names end with `only` into another store, if they are absent there."""
     for each in obstore.list(source._store).collect():
         if each["path"].endswith(only):
             target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
@@ -311,7 +311,7 @@ def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_l
     trainer = object.__new__(trainers.Worker)
     trainer.run, trainer.optimizer, trainer.config = worker.run, worker.optimizer, TrainConfig(top_k=1)
     trainer._hear, trainer._validated, trainer.run.note = Mock(), {}, trainer._note
-    for quicker in (other, worker):  # in the first round it is late
+    for quicker in (other, worker):  # the worker is late for the first round
         for member in sorted((worker, other), key=lambda each: each is not quicker):
             for _ in range(2):
                 member.run.unsent += member is worker
@@ -330,7 +330,7 @@ def test_trainer_hears_of_each_round_also_of_one_after_which_the_message_is_sent
     trainer.run, trainer.optimizer, trainer.config = worker.run, worker.optimizer, TrainConfig(top_k=1)
     trainer._hear = lambda *_: heard.append(worker.run.last and worker.run.last.manifest.round)
     trainer._validated, trainer.run.note = {}, trainer._note
-    for _ in range(2):  # in which it is late
+    for _ in range(2):  # two rounds, for which the worker is late
         for member in (other, worker):
             member.parameter.grad = torch.ones_like(member.parameter)
             member.optimizer.local_step()

@@ -71,10 +71,10 @@ def test_long_uploads_wait_longer_for_the_server(monkeypatch):
     store = ObjectStore(bare._store, patient=patient)
     for length in (10_000, 320_000, 321_000, 3_200_000):
         stores.put(store, "a", bytes(length))
-    assert opened == [20, 160]  # of the second and third, and of the last
+    assert opened == [20, 160]  # for the second and third, and for the last
     with monkeypatch.context() as patch:
         patch.setattr("obstore.put", Mock(side_effect=TimeoutError))
-        for step in (0, 3600, 3600):  # refused at once, which counts for nothing, and after hours
+        for step in (0, 3600, 3600):  # refused at once, which does not count, then after hours
             patch.setattr("demopt.runs.store.time.monotonic", Mock(side_effect=itertools.count(step=step)))
             with pytest.raises(StoreError):
                 store.put_if_absent("b", bytes(321_000))
@@ -142,7 +142,7 @@ def test_addresses_that_are_none_are_refused(address, told):
 
 @pytest.mark.parametrize("address", [None, 5])
 def test_address_of_another_type_is_refused_by_name(address):
-    """None is that of a variable of the environment that is not set."""
+    """None is the value of an environment variable that is not set."""
     with pytest.raises(TypeError, match=f"address is {address}; give a path, or s3://bucket/name"):
         FolderExchange(address)
 
@@ -157,7 +157,7 @@ def test_address_of_a_folder_is_what_the_user_wrote(tmp_path, monkeypatch):
         store = open_store(address.format(tmp_path))
         assert store.put_if_absent("run", place.encode())
         assert (tmp_path / place / "run").read_text() == place
-        monkeypatch.chdir("/")  # a relative address is of the folder where it was opened
+        monkeypatch.chdir("/")  # a relative address belongs to the folder where it was opened
         assert store.get("run", most=99) == place.encode()
         monkeypatch.chdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""A run that a stranger has edited: status, join, train and replay take nothing from it but what they must."""
+"""A run that a stranger has edited: status, join, train and replay take from it only what they must."""
 
 import json
 import math
@@ -166,7 +166,7 @@ def test_security_joining_strangers_runs_no_code_and_ends_in_one_line(change, sa
 
 
 def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(tmp_path, text, command):
-    """The store fails after this worker's message is there; before it is back, the round is decided without that."""
+    """The store fails once this worker's message is there; the round is decided without it before the store is back."""
     words = ("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
     propose = log.propose
 

@@ -43,7 +43,7 @@ def _command(words, output, allowed, environment, end):
     """The command `demopt WORDS` in a process of its own. A round begins when the test allows it.
 
     Rounds wait for all members, however slow the machine is, until the test says that a member is gone. `end`: how the
-    process ends in round `ENDS`.
+    process ends, in round `ENDS` or while it reads its text.
     """
     from demopt import cli
     from demopt.runs.exchange import FolderExchange
@@ -121,7 +121,7 @@ class Machines:
         self.key_flags = ()
 
     def use_bucket(self, kind, monkeypatch):
-        """The run is in a bucket, and has a key."""
+        """Puts the run into a bucket, with a key."""
         self.environment = servers.environment(kind, monkeypatch)
         self.run = f"{servers.BUCKETS[kind][1]}/{self.place.name}-{time.time_ns()}"
         self.key, file = bytes([0x5A] * 32), self.place / "key"
@@ -130,7 +130,7 @@ class Machines:
         self.key_flags = ("--key-file", str(file))
 
     def start(self, *words, out, end="", at=None):
-        """Starts a command; `at`: and waits until its worker has asked to be waited for in this round."""
+        """Starts a command; with `at`, waits until its worker has asked the others to wait for it in this round."""
         command = [*map(str, words), "--out", str(self.place / out)]
         given = (command, str(self.place / f"{out}.log"), str(self.allowed), self.environment, end)
         self.started.append(forked.CONTEXT.Process(target=_command, args=given))
@@ -148,7 +148,7 @@ class Machines:
         return self.start("join", self.run, *self.key_flags, "--threads", 1, "--late", 1, *more, out=out, **how)
 
     def told(self, command, *more):
-        """What a command prints about the run."""
+        """The output of a command about the run."""
         return self.command(command, self.run, *self.key_flags, *more)
 
     def said(self, out):
@@ -163,12 +163,12 @@ class Machines:
         return self.manifest(number)
 
     def kill(self, process):
-        """Kills a worker, for which later rounds wait a second."""
+        """Kills a worker; later rounds wait a second for it."""
         (self.allowed / GONE).touch()
         process.kill()
 
     def leave(self, process, out, until):
-        """Ends a worker by SIGTERM, after its round, for which rounds may begin until this one."""
+        """Ends a worker by SIGTERM, after its round; for that, rounds may begin up to this one."""
         os.kill(process.pid, signal.SIGTERM)
         wait_for(lambda: "stopping after one more round" in self.said(out))
         self.allow(until)
@@ -190,14 +190,14 @@ class Machines:
         return re.search(r"weights after \d+ rounds: sha256 ([0-9a-f]{64})", self.said(out))[1]
 
     def end_alike(self, **processes):
-        """All of them, by `out`, end with the weights that a replay gives; returns what that has told."""
+        """Checks that all, named by `out`, end with a replay's weights; returns the replay's output."""
         digests = {self.ended(process, out) for out, process in processes.items()}
         told = self.told("replay")
         assert {told.rpartition("sha256 ")[2].strip()} == digests
         return told
 
     def whole(self, *more, **how):
-        """A run of one worker, to its end."""
+        """Trains a run of one worker to its end; returns the digest of its weights."""
         self.allow(99)
         return self.ended(self.train("first", *more, **how), "first")
 
@@ -262,7 +262,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(kind, machi
     ],
 )
 def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_step_counts_once(lives, machines):
-    """By SIGKILL, when its message is put or when its manifest is; in the last case its saved state knows neither."""
+    """By SIGKILL, when its message is put or when its manifest is; or by an error, after which it saves its state."""
     first = machines.train("first", steps=35)
     machines.reach(0)
     for end in lives:
@@ -297,7 +297,7 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
     machines.kill(second)
     third = machines.join("third", at=6)
     assert len(machines.reach(9).members) == 2  # nobody waits for the dead any more
-    (machines.allowed / GONE).unlink()  # who leaves is in its last round: otherwise others read again what it has read
+    (machines.allowed / GONE).unlink()  # the leaver must be in its last round, or others read its sequences again
     machines.leave(first, "first", until=11)  # it may have asked for round 10 already
     machines.manifest(10)
     assert re.search(r"epoch 0\.\d\d of 1  ", machines.told("status"))
@@ -320,7 +320,7 @@ def test_epochs_read_each_sequence_once_and_again_only_what_a_killed_worker_held
             rf"^step {step}  epoch 1\.00/1  .* parameters, {step} steps\s", machines.said(out), re.M | re.S
         )
     tokens = {row["tokens"] for out in ("first", "third") for row in machines.rows(out) if row["step"] == step}
-    assert tokens == {32 * number}  # each counts once, also one that is read again
+    assert tokens == {32 * number}  # each sequence counts once, even if it is read again
 
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
@@ -337,7 +337,7 @@ def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machin
     assert not [*(machines.place / "second").glob("*.partial")]
     machines.allow(99)
     digest = machines.ended(first, "first")
-    assert [*machines.manifest(1).members.values()] == [1]  # of the second, which was waited for
+    assert [*machines.manifest(1).members.values()] == [1]  # the second's: the round waited for it
     assert machines.ended(machines.join("second"), "second") == digest
 
 
@@ -381,7 +381,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     (machines.allowed / GONE).touch()
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
-    assert machines.rows("second")[-1]["tokens"] == 1600  # of both: in four rounds one message, in one two
+    assert machines.rows("second")[-1]["tokens"] == 1600  # of both: one message per round, and in one round two
     assert machines.end_alike(first=machines.join("first")) == f"weights after 4 rounds: sha256 {digest}\n"
     assert "final train loss" not in machines.said("first")  # its steps were not the last
     assert re.match(r"done: run (?!.*awaited)", machines.told("status"), re.DOTALL)
@@ -399,7 +399,7 @@ def test_each_sequence_counts_in_one_message(machines, delay):
     assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
     assert rows[-1]["tokens"] == 40 * 32
     assert all(row["optimizer_seconds"] > 0 for row in rows)  # local steps compute, too
-    assert len({row["payload_bytes"] for row in rows}) == 2  # nothing, and a message, also of a step with two rounds
+    assert len({row["payload_bytes"] for row in rows}) == 2  # nothing or one message, even in a step with two rounds
     sent = sum(place.stat().st_size for place in Path(machines.run).glob("rounds/*/*.message"))
     assert sum(row["sent_bytes"] for row in rows) == sent
 
@@ -559,7 +559,7 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines, command):
 def test_train_with_other_settings_than_a_run_that_began_at_the_same_moment_is_refused(machines, command, monkeypatch):
     machines.whole(steps=5)
     before = [log.look(machines.store, number) for number in range(9)]
-    monkeypatch.setattr(worker, "log", SimpleNamespace(read_record=lambda _: None))  # it had not begun then
+    monkeypatch.setattr(worker, "log", SimpleNamespace(read_record=lambda _: None))  # as if the run had not begun
     words = ("--run", machines.run, *SMALL, *machines.data, "--steps", 10, "--out", machines.place / "second")
     assert "--steps is 10, and the run in" in command("train", *words, code=2)
     assert [log.look(machines.store, number) for number in range(9)] == before, "a hello was left"
@@ -630,7 +630,7 @@ def test_train_again_starts_no_run_and_keeps_its_metrics_while_its_run_is_away(m
 
 
 def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
-    """A worker's part of each step follows from manifests alone, so all know the same; messages weigh by it."""
+    """A worker's part of each step follows only from manifests, so all agree on it; it is its message's weight."""
     machines.allow(0)
     first = machines.train("first", "--global-batch", 9, steps=40)
     machines.manifest(0)
@@ -658,7 +658,7 @@ def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
 
 
 def test_example_of_unequal_machines_ends_with_equal_weights(monkeypatch, capsys):
-    """It ends with an error where they differ."""
+    """The example ends with an error if they differ."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     example = importlib.import_module("unequal")
     monkeypatch.setattr(example.multiprocessing, "get_context", lambda _: forked.CONTEXT)

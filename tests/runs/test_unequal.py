@@ -15,7 +15,7 @@ from demopt.runs.store import Store
 
 
 class Clock:
-    """A clock of threads that all wait for it: when one waits, the one that wakes first goes on, at once."""
+    """A clock for threads that all wait for it: when one waits, the next to wake goes on at once."""
 
     def __init__(self) -> None:
         self.now, self._order = 0.0, itertools.count()
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Far(Through):
-    """A store that is `trip` seconds away; a message takes `upload` more, and is not there before."""
+    """A store that is `trip` seconds away; a message takes `upload` seconds more, and is absent until then."""
 
     def __init__(self, inner: Store, clock: Clock, trip: float, upload: float) -> None:
         super().__init__(inner)

@@ -24,7 +24,7 @@ EXACTLY: dict[str, Any] = {"transform": "identity", "chunk": 64, "top_k": 4096, 
 
 
 class Member:
-    """What both kinds of worker have in common."""
+    """The common part of both kinds of worker."""
 
     run: FolderExchange
     optimizer: LocalDeMo
@@ -63,7 +63,7 @@ class Worker(Member):
         self.optimizer.step()
 
     def round(self, times: int = 1) -> Any:
-        """A round, or some, each with its checkpoint. Returns itself."""
+        """Trains one or more rounds, each with its checkpoint; returns the worker."""
         self.join()
         for _ in range(times):
             before = self.rounds
@@ -78,7 +78,7 @@ class Worker(Member):
 
     @property
     def senders(self) -> list[str]:
-        """Of the last round that it knows."""
+        """The senders of the last round that it knows."""
         return [sender.worker for sender in self.run.decided.senders]
 
 
@@ -137,7 +137,7 @@ def replayed(store: Any, **how: Any) -> list[str]:
 
 
 class AtOnce:
-    """Stands for a pool and for the background thread: makes each call when it is submitted, in this thread."""
+    """Stands in for a pool and the background thread: makes each call when it is submitted, in this thread."""
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         done: Future[Any] = Future()
@@ -149,9 +149,9 @@ class AtOnce:
 
 
 class Counter(Member):
-    """A worker whose every local step is a gradient of 1 at an element that no other step has. It has no threads.
+    """A worker each of whose local steps has a gradient of 1 at an element of its own. It has no threads.
 
-    It has joined; from `state`, after `taken` steps, it has yet to join.
+    It joins at once, except from `state`, after `taken` steps.
     """
 
     def __init__(self, store: Any, number: int, delay: int = 0, state: Any = None, taken: int = 0) -> None:
@@ -180,7 +180,7 @@ class Counter(Member):
         self.optimizer.step()
 
     def ended(self) -> None:
-        """Sends all that is left, as a worker that leaves."""
+        """Sends all that is left, as a leaving worker does."""
         self.failing, self.run.late, self.run.leaving = 0, 0.0, True
         sent = False
         while not sent:
@@ -213,7 +213,7 @@ def applied(store: Any, layout: Any) -> Tensor:
 
 
 def times_applied(store: Any, workers: list[Counter]) -> list[list[float]]:
-    """All workers leave, with the same weights; how often the manifests have each step of each worker."""
+    """All workers leave, with the same weights; returns how often the manifests have each step of each worker."""
     for worker in workers:
         worker.ended()
     for worker in workers:

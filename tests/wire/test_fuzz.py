@@ -30,7 +30,7 @@ class Carried(problems.OneOf):
 
 
 def _mutated(rows, generator):
-    """The rows with the culprit's mutated; three in five get a correct checksum again. All rows change in length."""
+    """The rows with the culprit's mutated; three in five get a correct checksum again. Any new length is all rows'."""
     data = bytearray(bytes(rows[CULPRIT].tolist()))
     (kind,) = generator.choices(("length", "bits", "copy", "fill", "body"), (2, 43, 15, 20, 20))
     at, size = generator.randrange(64, len(data) - 8), generator.randrange(1, 9)
@@ -57,7 +57,7 @@ def _mutated(rows, generator):
 
 
 def _exchanged(name, damage):
-    """Rank 0's optimizer and the damaged result of its exchange; of route owner: "answers", or "parts" it owns."""
+    """Rank 0's optimizer and the damaged result of its exchange; on route owner, "answers" or "parts" it owns."""
     if name in ("answers", "parts"):
         optimizers = [problems.two_way(Carried(rank), [(17, 8), (5,)], chunk=8) for rank in range(2)]
     else:
@@ -76,7 +76,7 @@ def _exchanged(name, damage):
 
 
 def _is_refused(optimizer, rows, whole):
-    """Whether the rows were refused, and nothing changed; or all is finite. `whole`: the culprit can be told."""
+    """Whether the rows were refused and nothing changed; otherwise all is finite. `whole`: the culprit can be named."""
     before, momenta = optimizer.fingerprint(state=True), problems.momenta(optimizer)
     try:
         optimizer.apply(rows)

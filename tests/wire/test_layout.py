@@ -36,7 +36,7 @@ def test_pack_equals_one_big_integer_and_unpack_returns_each_row(data, width, ro
 
 @given(st.data(), st.integers(1, 300))
 def test_index_code_bits_are_literal_and_round_trip(data, length):
-    """Of positions that are random, the first and the last."""
+    """For random positions, the first ones and the last ones."""
     keep = data.draw(st.integers(1, length) | st.sampled_from([1, max(1, length - 1)]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     order = torch.rand(data.draw(st.integers(1, 9)), length, generator=generator)
@@ -76,7 +76,7 @@ def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(pos
 @settings(max_examples=40)
 @given(data=st.data(), keep=st.integers(1, 9), scale=st.integers(-90, 90))
 def test_quantizer_bits_equal_literal(values, data, keep, scale):
-    """Of numbers of few bits, so that the order of summation does not change their mean."""
+    """For numbers of few bits, so that the order of summation does not change their mean."""
     number = st.integers(-(2**12), 2**12).map(lambda n: math.ldexp(n, scale))
     chunks = data.draw(st.lists(st.lists(number, min_size=keep, max_size=keep), min_size=1, max_size=9))
     dtype = torch.float64 if values == "float64" else torch.float32
@@ -134,7 +134,7 @@ def _assert_same(one, other):
 
 @given(st.data(), LENGTHS, st.integers(0, 40), st.sampled_from([*QUANTIZERS]), st.integers(1, 3))
 def test_section_decodes_any_run_of_chunks_of_any_rank_alone_and_from_its_cut(data, length, chunks, values, world_size):
-    """An owner's part equals the message of a rank with these chunks alone; what is kept narrow widens to the same."""
+    """An owner's part equals the message of a rank with only these chunks; narrow copies widen to the same."""
     keep = data.draw(st.integers(1, min(length, 40)))
     section = Section(chunks, length, keep, values)
     granule = SIGN_GRANULE if section.all_signs else GRANULE

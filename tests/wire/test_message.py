@@ -18,11 +18,11 @@ from oracles import wire as literal
 
 #: Of round 258, and of rank 1 of 3.
 HEADER = Header(258, 1, 3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5, samples=7)
-POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
+POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # as Elias-Fano; all of them
 NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]
 LENGTHS = [16, 3]
 
-#: Messages of these coefficients in full. A change of one of them changes the wire: raise message.VERSION.
+#: The whole messages of these coefficients. If one changes, the wire format has changed: raise message.VERSION.
 HEAD = "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708 1112131415161718 0500000000000000 "
 GOLDEN = {
     "float64": HEAD
@@ -39,7 +39,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("values", QUANTIZERS)
 def test_golden_message_is_packed_follows_from_the_format_and_is_read_back(values):
-    """The format once more in plain Python."""
+    """Also against the format written in plain Python."""
     cases = [*zip(POSITIONS, NUMBERS, LENGTHS, strict=True)]
     literally = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
     assert literal.message(literally, vars(HEADER)).hex(" ", 8) == GOLDEN[values]
