@@ -1,4 +1,4 @@
-"""FSDP2 inside a node, LocalDeMo between nodes. Here two "nodes" on one machine, or one, with --nodes 1:
+"""FSDP2 inside a node, LocalDeMo between nodes. Here: two "nodes" on one machine, or one with --nodes 1:
 
     torchrun --nproc-per-node 4 examples/fsdp2.py --nodes 2
 
@@ -33,7 +33,7 @@ torch.manual_seed(0)  # the same weights on every rank
 blocks = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)]
 model = nn.Sequential(nn.Linear(64, 128), *blocks, nn.Linear(128, 8)).to(device)
 for block in blocks:
-    fully_shard(block, mesh=mesh["shard"])  # <- 1: shards over the fast links of a node: not over the whole mesh
+    fully_shard(block, mesh=mesh["shard"])  # <- 1: shards over a node's fast links, not the whole mesh
 fully_shard(model, mesh=mesh["shard"])
 
 inner = demopt.muon_adamw(model, lr=0.02, others=[model[0], model[-1]])

@@ -1,6 +1,6 @@
 """Accelerate.
 
-torchrun --nproc-per-node 2 examples/hf_accelerate.py    # again: it resumes from the middle; `accelerate launch` too
+torchrun --nproc-per-node 2 examples/hf_accelerate.py    # again: it resumes from the middle; `accelerate launch` works
 """
 
 import argparse
@@ -34,8 +34,8 @@ optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02, others=[model[4]]
 if args.demo:
     optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-demopt.unsync(model)  # <- 1: prepare has wrapped it in DistributedDataParallel
-demo = register(accelerator, optimizer)  # <- 2: save_state and load_state; the optimizer in prepare's wrapper
+demopt.unsync(model)  # <- 1: prepare wrapped it in DistributedDataParallel
+demo = register(accelerator, optimizer)  # <- 2: for save_state and load_state; unwraps the optimizer
 
 first = 0
 if args.out.exists():

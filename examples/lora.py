@@ -1,4 +1,4 @@
-"""LoRA adapters of a transformers model, with peft: the adapters alone train and travel.
+"""LoRA adapters of a transformers model, with peft: only the adapters train and travel.
 
 torchrun --nproc-per-node 2 examples/lora.py     # again: it resumes from the middle, and ends with the same bits
 """

@@ -26,7 +26,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, 64)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head as well
+        nn.init.normal_(self.embedding.weight, std=0.02)  # it is also the head
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(64), enable_nested_tensor=False)
 

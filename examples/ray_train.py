@@ -1,4 +1,4 @@
-"""Ray Train: two workers, each of which writes its own file of a checkpoint.
+"""Ray Train: two workers, each writing its own file of a checkpoint.
 
 python examples/ray_train.py        # again: it resumes from the middle, and ends with the same bits
 """

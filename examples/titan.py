@@ -19,12 +19,12 @@ parser.add_argument("--out", default="runs/titan")
 parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around AdamW")
 args = parser.parse_args()
 
-if torch.accelerator.device_count() < 2:  # torchtitan asks for a GPU and its memory; this answers instead
+if torch.accelerator.device_count() < 2:  # torchtitan asks for a GPU and its memory; a stand-in answers
     answers = {"get_device_name": "CPU", "get_device_properties": MagicMock(total_memory=1 << 30)}
     answers |= {"memory_stats": {}, "current_device": 0, "device_count": 1}
     gpu = MagicMock(**{f"{name}.return_value": answer for name, answer in answers.items()})
     device.device_type, device.device_module = "cpu", gpu
-vars(torch.distributed).setdefault("set_timeout", lambda *_: None)  # torchtitan 0.3 is for a torch that has it
+vars(torch.distributed).setdefault("set_timeout", lambda *_: None)  # torchtitan 0.3 needs a torch that has it
 
 from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -59,10 +59,10 @@ text_datasets.DATASETS["own"] = DatasetConfig("", lambda _: Dataset.from_dict({"
 init_logger()
 config = llama3_debugmodel()
 config.dump_folder, spec = args.out, config.model_spec
-for _, _, layer, name in spec.model.traverse(FlexAttention.Config):  # which is compiled, for minutes
+for _, _, layer, name in spec.model.traverse(FlexAttention.Config):  # compiling it takes minutes
     setattr(layer, name, ScaledDotProductAttention.Config())
 spec.parallelize_fn = parallelize(spec.parallelize_fn)  # <- 1
-name, rounds = "DeMo" if args.demo else "LocalDeMo", {"LocalDeMo": {"sync_every": 2}}  # which divides interval
+name, rounds = "DeMo" if args.demo else "LocalDeMo", {"LocalDeMo": {"sync_every": 2}}  # divides interval
 group = ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs={"lr": 8e-4})
 config.optimizer = DeMoContainer.Config(param_groups=[group], optimizer_factory_kwargs_by_name=rounds)  # <- 2
 config.parallelism.spmd_backend = "partial_dtensor"

@@ -1,4 +1,4 @@
-"""Two unequal machines in one run: the second one needs four times as long per sequence, because it sleeps.
+"""Two unequal machines in one run: the second needs four times as long per sequence, because it sleeps.
 
 Trains on equally many samples with equal batches and with fitted ones; prints rounds per minute and the loss.
 """
@@ -24,7 +24,7 @@ def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, rea
     run.rounds = rounds
     optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.03), sync_every=SYNC_EVERY, process_group=run)  # <- 1
     optimizer.join()
-    ready.wait()  # only so that both are there in the first round
+    ready.wait()  # only so that both take part in the first round
     torch.manual_seed(int(name))
     batches, samples, began = {}, 0, time.perf_counter()
     while int(optimizer.replicator.round_number) < rounds:
