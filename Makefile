@@ -15,7 +15,7 @@ train: $(VENV)/.train
 test: $(VENV)/.test $(VENV)/azurite/.installed check
 	$(BIN)/pytest --numprocesses auto --dist worksteal
 
-# Lightning, torchtitan and Ray, with what they need, in an environment that sees all of the other one, torch too.
+# Lightning, torchtitan and Ray, with their dependencies, in an environment that also sees all of VENV, such as torch.
 test-integrations: $(FRAMEWORKS)/.test
 	$(FRAMEWORKS)/bin/python -m pytest tests/integrations
 
@@ -38,7 +38,7 @@ compat: $(VENV)/bin/pip
 	$(BIN)/pip install --quiet nox
 	$(BIN)/nox
 
-# The tests that take long, and more examples of the others.
+# The tests that take long, then the others with more examples by hypothesis.
 nightly: $(VENV)/.test $(VENV)/azurite/.installed
 	$(BIN)/pytest -m nightly
 	$(BIN)/pytest --numprocesses auto --dist worksteal --hypothesis-profile=nightly
@@ -50,7 +50,7 @@ notebook:
 	.venv-notebook/bin/pip install --quiet ipykernel nbconvert
 	.venv-notebook/bin/jupyter nbconvert --to notebook --execute --output-dir runs notebooks/first_run.ipynb
 
-# Which changes of the core do no tests notice? Hours; `.venv/bin/mutmut results` lists them.
+# Which changes of the core does no test notice? Takes hours; `.venv/bin/mutmut results` lists them.
 mutants: $(VENV)/.test
 	$(BIN)/pip install --quiet mutmut
 	$(BIN)/mutmut run
@@ -68,13 +68,13 @@ $(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) --editable '.[train,tensorboard,test]'
 	touch $@ $(VENV)/.train
 
-# An Azure server for tests/runs, where npm is; without it they skip its tests.
+# An Azure server for tests/runs, if npm is installed; otherwise they skip its tests.
 $(VENV)/azurite/.installed: $(VENV)/bin/pip
 	mkdir -p $(@D)
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3.37.0; fi
 	touch $@
 
-# The documentation site, offline: site/index.html. A warning fails it; with --quiet mkdocs would not count any.
+# The documentation site, offline: site/index.html. A warning fails the build; with --quiet, mkdocs would count none.
 .PHONY: docs
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -1,4 +1,4 @@
-"""Prints the lines of each folder, and fails where a total is above its number in budget.json. The numbers only fall.
+"""Prints the number of lines per folder, and fails if one is above its number in budget.json, which may only fall.
 
 python budget.py
 """

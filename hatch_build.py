@@ -1,7 +1,7 @@
 """Compiles src/demopt/kernels/*.c into the wheel where there is a C compiler; without one demopt is pure Python.
 
-DEMOPT_KERNELS=0 builds without; CC names another compiler. step.c is built for each instruction set and
-linked to one library, which picks by processor, so that a wheel runs on any machine of its architecture.
+DEMOPT_KERNELS=0 builds without kernels; CC names another compiler. step.c is built once per instruction set and linked
+into one library, which picks a build by processor, so that a wheel runs on any machine of its architecture.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/demopt/kernels")
 FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC"]
-# What demopt_level in bits.c asks the processor for, and no more: -march=x86-64-v3 would let the compiler use
-# instructions that nobody asked for, and compilers before GCC 11, as in manylinux2014, do not know it.
+# The features that demopt_level in bits.c checks a processor for, and no more: -march=x86-64-v3 would let the compiler
+# use unchecked instructions, and compilers before GCC 11, as in manylinux2014, do not know it.
 _AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
 _AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")]
 LEVELS = {"v1": ["-march=x86-64"], "v3": ["-march=x86-64", *_AVX2], "v4": ["-march=x86-64", *_AVX2, *_AVX512]}
@@ -29,14 +29,14 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Hatchling's call before a wheel, or an editable install, is put together."""
+        """Called by Hatchling before it puts together a wheel or an editable install."""
         if self.target_name != "wheel":
             return
         folder = Path(self.root, FOLDER)
         self._built = Path(tempfile.mkdtemp(), "cpu.so.1")
         if why_not := compile_kernels(folder, self._built):
             if version == "editable":
-                (folder / "cpu.so.1").unlink(missing_ok=True)  # of an install before
+                (folder / "cpu.so.1").unlink(missing_ok=True)  # from an earlier install
             self.app.display_warning(
                 f"demopt is built without its CPU kernels, so its steps are slower: {why_not}; all else works, and "
                 "installing it again with a C compiler adds them"
@@ -49,14 +49,14 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
             build_data["force_include"][str(self._built)] = "demopt/kernels/cpu.so.1"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Hatchling's call when all is put together."""
+        """Called by Hatchling when all is put together."""
         del version, build_data, artifact_path
         if self.target_name == "wheel":
             shutil.rmtree(self._built.parent)
 
 
 def compile_kernels(folder: Path, library: Path) -> str | None:
-    """Builds the library; returns why it could not, if so."""
+    """Builds the library; returns the reason if it cannot."""
     if os.environ.get("DEMOPT_KERNELS") == "0":
         return "DEMOPT_KERNELS is 0"
     named = os.environ.get("CC", "").strip() or "cc"
@@ -82,7 +82,7 @@ def compile_kernels(folder: Path, library: Path) -> str | None:
 
 
 def _replace(library: Path, built: Path) -> None:
-    """Puts a library in place of one that processes may be using: to write into theirs would end them."""
+    """Replaces a library that processes may be using by a new file: writing into theirs would crash them."""
     fresh = library.with_name(f"{library.name}.{os.getpid()}")
     shutil.copy(built, fresh)
     fresh.replace(library)

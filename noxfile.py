@@ -8,7 +8,7 @@ import nox
 PAIRS = [("3.10", "2.6.0"), ("3.11", "2.13.0"), ("3.11", "2.14.1"), ("3.12", "2.13.0"), ("3.13", "2.13.0")]
 NEEDED = ("hatchling", "pytest", "pytest-timeout", "hypothesis", "numpy", "psutil", "rich", "typer", "transformers")
 TESTS = ["tests/wire", "tests/golden", "tests/local", "tests/optim", "tests/kernels", "tests/package/test_imports.py"]
-OF_TRAIN = ["tests/checkpoint", "tests/runs"]  # with the torch that demopt train needs
+OF_TRAIN = ["tests/checkpoint", "tests/runs"]  # only with a torch that demopt train supports
 nox.options.error_on_missing_interpreters = True  # a pair that was skipped is not a pair that passed
 
 

@@ -3,17 +3,17 @@
     python -m laboratory.bench --workers 1 --workers 2 --out laboratory/results/bench.json
     python -m laboratory.bench --shapes quick --rounds 2             # does it run at all
 
-All methods step the same parameters. Every round each takes one step, and each round starts with another method. A
+All methods step the same parameters. In every round each takes one step; each round starts with another method. A
 ratio is the median of the ratios within rounds, so slowdowns of a whole round cancel out: compare ratios between runs,
 seconds only within one. A sample is the time on the slowest rank.
 
 - DeMo is the default, signum. LocalDeMo wraps the same optimizers as "Muon and AdamW". It has two rows, a step with
   a round and one without; their difference over H is the cost of rounds per step.
-- Gradients are normal noise, new in every round, scaled by parameter over two orders of magnitude: with constant ones
-  the momentum would be a multiple of them. DeMo and LocalDeMo have different ones on each rank; AdamW and Muon equal
-  ones, as after an all-reduce, whose time is not in theirs.
+- Gradients are normal noise, with a scale per parameter over two orders of magnitude, and new in every round: the
+  momentum would be a multiple of constant ones. On each rank DeMo and LocalDeMo have different ones; AdamW and Muon
+  have equal ones, as after an all-reduce, whose time is not included.
 - Held: bytes that the optimizer keeps beyond parameters and gradients. Peak: bytes that a step allocates on top. Both
-  from the allocator's events, in steps that are not timed.
+  come from the allocator's events, in steps that are not timed.
 """
 
 import datetime
@@ -46,7 +46,7 @@ Shape = list[int]
 LR = 1e-6  # so small that parameters hardly change
 NEVER = 1 << 40  # steps per round, where steps without a round are timed
 BASE = "AdamW"  # of the ratios
-EMBEDDING = 16  # times as long as wide: shapes alone do not say which matrices are embeddings
+EMBEDDING = 16  # a matrix at least so many times as long as wide counts as one: shapes do not say which are
 GPT2 = {"gpt2": (768, 12), "gpt2-1b": (1792, 24)}  # width, layers
 POOL = (1 << 22) + 15  # elements of noise; odd, so that rows of parameters and of the pool do not line up
 
@@ -72,7 +72,7 @@ def shapes_of(name: str) -> list[Shape]:
 
 
 class Parameters(nn.Module):
-    """Parameters of given shapes, embeddings as such, so that Muon leaves them out."""
+    """Parameters of given shapes, embeddings as nn.Embedding, so that Muon leaves them out."""
 
     def __init__(self, shapes: list[Shape], device: torch.device) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Method:
     """The optimizers of one row, which step one after the other."""
 
     make: Callable[[nn.Module, Any], list[torch.optim.Optimizer]]
-    differs: bool  # between ranks: the gradients
+    differs: bool  # whether the gradients differ between ranks
 
 
 def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -184,7 +184,7 @@ def measure(rank: int, world_size: int, shapes: list[Shape], rounds: int, warmup
     gradients = Gradients(list(model.parameters()))
     rows = {name: Row(name) for name in METHODS}
     optimizers: dict[str, list[torch.optim.Optimizer]] = {}
-    warnings.filterwarnings("ignore", "the model's weights were changed")  # all rows have the same ones
+    warnings.filterwarnings("ignore", "the model's weights were changed")  # all methods step the same ones
 
     def step(name: str) -> None:
         for optimizer in optimizers[name]:
@@ -237,7 +237,7 @@ def _add(row: Row, seconds: float, optimizer: torch.optim.Optimizer) -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Waits until a GPU has done what was launched."""
+    """Waits until a GPU has done all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -299,7 +299,7 @@ def bench(
         raise typer.BadParameter(f"--shapes is {shapes!r}; give gpt2, gpt2-1b, quick or a JSON file: {error}") from None
     runs: list[dict[str, Any]] = []
     for count in workers or [1, 2]:
-        load = os.getloadavg()[0]  # of other processes alone
+        load = os.getloadavg()[0]  # of other processes only
         with tempfile.TemporaryDirectory() as folder:
             spawn(measure, (count, given, rounds, warmup, device, folder), nprocs=count)
             rows = json.loads(Path(folder, f"{count}.json").read_text(encoding="utf-8"))

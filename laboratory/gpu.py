@@ -7,9 +7,9 @@ Writes laboratory/results/gpu-NAME.json, and prints a line for each part:
 
 - bits: a rank on the GPU and one on the CPU train together, and must end with the same weights, bit for bit
 - bench: a step at 124M and at 1B parameters: DeMo, LocalDeMo with and without a round, fused AdamW, torch's Muon;
-  medians; 1B only where there is memory for all of them together, 57 GB
+  medians; 1B only where there is memory for all methods together, 57 GB
 - nccl: the collectives of a group with one rank, and LocalDeMo's rounds in the background
-- 300M: ten steps of the paper's 300M configuration with LocalDeMo, tokens a second
+- 300M: ten steps of the paper's 300M configuration with LocalDeMo, in tokens per second
 """
 
 import datetime
@@ -38,7 +38,7 @@ NO_GPU = (
     "no GPU is here, so nothing was measured: torch.cuda.is_available() is False. Run it on a machine with an NVIDIA "
     "or AMD GPU and a torch for it, and please send the file that it writes (issue template: A GPU run)."
 )
-#: Of all methods of the bench together, 49, and what a step takes on top: 57 GB at 1B parameters, of 80 on a card.
+#: All methods of the bench together hold 49, and a step takes the rest on top: at 1B parameters 57 GB of a card's 80.
 BYTES_PER_PARAMETER = 57
 Part = Callable[[torch.device, bool], dict[str, Any]]
 
@@ -109,7 +109,7 @@ def steps(device: torch.device, quick: bool) -> dict[str, Any]:
     for size, (shapes, rounds) in {"124M": ("gpt2", 20), "1B": ("gpt2-1b", 5)}.items():
         given = bench.shapes_of("quick" if quick else shapes)
         needed = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in given)
-        free = needed  # of a CPU
+        free = needed  # on a CPU
         if device.type == "cuda":
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info(device)[0]
@@ -218,7 +218,7 @@ def main(
         try:
             found[part] = work(torch.device(device), quick)
             line = told(found[part])
-        except Exception as error:  # the other parts are worth as much
+        except Exception as error:  # the other parts are still worth running
             found[part] = {"error": f"{type(error).__name__}: {error}"}
             line = f"FAILED: {found[part]['error'].splitlines()[0]}"
         found[part]["took"] = round(time.perf_counter() - began, 1)

@@ -3,8 +3,8 @@
     python -m laboratory.liars
     python -m laboratory.liars --workers 5 --liars 2 --attacks none,flip,majority --seeds 0,1
 
-A liar knows the pseudo-gradients of all others in the round, and sends a valid message of any content, without an error
-from earlier rounds.
+A liar knows the pseudo-gradients of all others in the round. It sends a valid message with any content, without an
+error from earlier rounds.
 
 flip       its own, negated
 random     noise
@@ -27,7 +27,7 @@ import demopt
 from demopt.exchange import SingleRank
 
 CONTEXT, SYNC_EVERY = 8, 5
-Lie = Callable[[Tensor, Tensor], Tensor]  # of a liar's own pseudo-gradient, and those of the others [W, n]
+Lie = Callable[[Tensor, Tensor], Tensor]  # given a liar's own pseudo-gradient [n], and the others' [W - liars, n]
 ATTACKS: dict[str, Lie] = {
     "none": lambda own, _: own,
     "flip": lambda own, _: -own,
@@ -69,7 +69,7 @@ class OneOf(SingleRank):
 
 
 def final_loss(attack: str, clip: bool, workers: int, liars: int, rounds: int, seed: int) -> float:
-    """Trains, the last ranks being honest; returns the held-out loss of the global weights."""
+    """Trains with the first `liars` ranks lying; returns the held-out loss of the global weights."""
     data, cut = text(), int(0.9 * len(text()))
     models: list[nn.Module] = [small_model(seed) for _ in range(workers)]
     draws = [torch.Generator().manual_seed(100 + rank + 1000 * seed) for rank in range(workers)]

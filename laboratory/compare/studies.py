@@ -34,10 +34,10 @@ BASE: Settings = {
 }  # fmt: skip
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
 SIGN_RATE, MUON_RATE = 4e-3, 0.03
-MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
+MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, in DDP and in local steps
 SLOW: dict[str, Any] = {"momentum": 0.9, "beta2": 0.99}  # the defaults of `demopt.muon_adamw`, for local steps
-DEFAULT: dict[str, Any] = {**SLOW, "error_decay": 0.9}  # with that of LocalDeMo
-STEP: Settings = {"outer_lr": 0.7, "outer_momentum": 0.6}  # the outer step that many workers want
+DEFAULT: dict[str, Any] = {**SLOW, "error_decay": 0.9}  # with LocalDeMo's default, too
+STEP: Settings = {"outer_lr": 0.7, "outer_momentum": 0.6}  # the outer step that suits many workers
 
 
 def demo(name: str, lr: float = SIGN_RATE, **more: Any) -> Entry:
@@ -46,7 +46,7 @@ def demo(name: str, lr: float = SIGN_RATE, **more: Any) -> Entry:
 
 
 def _local(name: str, inner: str = "muon", every: int = 5, **more: Any) -> Entry:
-    """Makes an entry of LocalDeMo. AdamW's local steps want about twice the rate of AdamW-DDP."""
+    """Makes an entry of LocalDeMo. AdamW's local steps need about twice the rate of AdamW-DDP."""
     momentum = {"momentum": MUON_DDP} if inner == "muon" else {}
     settings = {"sync_every": every, "inner": inner, "route": "gather", "error_decay": 1.0, **momentum, **more}
     return Entry(name, "local", settings, {"muon": LOCAL_RATE, "adamw": 0.004}[inner], beside=inner)
@@ -58,7 +58,7 @@ def _muloco(name: str, every: int, **more: Any) -> Entry:
 
 
 def _one_bit() -> tuple[Entry, ...]:
-    """One bit per coefficient around each optimizer, beside DDP with each; and the same bytes as more rounds."""
+    """Entries of one bit per coefficient around each optimizer, of DDP with each, and of equal bytes in more rounds."""
     return (
         Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
         *(_local(f"local muon{title}", route=route) for title, route in (("", "gather"), (" two-way", "owner"))),
@@ -73,7 +73,7 @@ def _one_bit() -> tuple[Entry, ...]:
 
 
 def _muon_momentum() -> tuple[Entry, ...]:
-    """Entries of Muon's momentum with all gradients, then of the default by steps per round."""
+    """Entries of Muon's momentum in DDP, then of the default with several numbers of steps per round."""
     every = (5, 10, 15, 30)
     local = (
         *(_local(f"h{each} default", every=each, **DEFAULT) for each in every),

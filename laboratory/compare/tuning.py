@@ -8,13 +8,13 @@ from laboratory.compare.run import Row, Run, Scale, Source
 from laboratory.compare.studies import Entry, Study
 
 FACTOR = 2.0  # between neighbouring learning rates
-FARTHEST = 5  # most powers of that factor away from the default
+FARTHEST = 5  # at most so many powers of the factor away from the default
 MOST_RATES = 2 * FARTHEST + 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A study, and how it is tuned: `rates` learning rates at first, or `lr` alone.
+    """A study, and how it is tuned: `rates` learning rates at first, or only `lr`.
 
     Examples:
         >>> from laboratory.compare.studies import chosen

@@ -4,5 +4,5 @@
     scenario     a program on each machine
     race         time to the same loss on each link     steps         seconds of steps on real ranks
 
-Takes Linux, root, ip, tc and, for latency, a C compiler.
+Needs Linux, root, ip, tc and, for latency, a C compiler.
 """

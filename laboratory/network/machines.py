@@ -1,6 +1,6 @@
-"""Machines on one computer: network namespaces on a bridge, with limited and late links.
+"""Machines on one computer: network namespaces on a bridge, with limited and delayed links.
 
-Takes Linux, root, and the commands ip, tc, unshare; latency takes a C compiler.
+Needs Linux, root, and the commands ip, tc, unshare, hostname; latency needs a C compiler.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from pathlib import Path
 
 PREFIX = "demoptlab"
 NETWORK = "10.77.0."
-# Linux's default, and one that starts as slowly and may always be chosen. With bbr, which a computer may have, TCP does
-# not start slowly after a pause.
+# Linux's default, and one with the same slow start that may always be chosen. Under bbr, which a computer may have, TCP
+# does not start slowly after a pause.
 CONGESTION = ("cubic", "reno")
 COMMANDS = ("ip", "tc", "unshare", "hostname")
-# The bytes that a link passes at once after a pause. A message must not hide in it: 128 kB would be .1 s at
-# 10 Mbit/s. It is .6 ms of the link, and at least two frames; at 1 Gbit/s that just holds one of TCP's 64 kB segments,
-# and with less tbf cuts each into frames and does not reach its rate.
+# A burst: the bytes that a link passes at once after a pause. No message may hide in one: 128 kB would be .1 s at
+# 10 Mbit/s. It is .6 ms of the link, and at least two frames. At 1 Gbit/s that just holds one of TCP's 64 kB segments;
+# with a smaller burst, tbf cuts each segment into frames and does not reach its rate.
 BURST_SECONDS, LEAST_BURST = 0.6e-3, 4000
 _RATE = re.compile(r"([0-9.]+)(k|m|g)bit")
 _ON_MACHINE = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
@@ -34,7 +34,7 @@ class MissingError(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """How every machine is connected: bits a second each way (None: no limit), and the round trip between machines."""
+    """How every machine is connected: bits per second each way (None: no limit), and round trip between machines."""
 
     rate: str | None = None
     rtt_ms: float = 0.0
@@ -110,7 +110,7 @@ class Network:
             self.congestion = _call("ip", "netns", "exec", space, "cat", file).strip()
 
     def down(self) -> None:
-        """Ends all processes on the machines and remove them."""
+        """Ends all processes on the machines and removes the machines."""
         for number in list(self._boxes):
             self._unplug_box(number)
         for space in (*(machine.namespace for machine in self.machines), self._switch):
@@ -122,7 +122,7 @@ class Network:
             for machine in self.machines:
                 self._unplug_box(machine.number)
                 if link.rtt_ms:
-                    self._plug_box(machine.number, link.rtt_ms / 4)  # a round trip passes four of them
+                    self._plug_box(machine.number, link.rtt_ms / 4)  # a round trip passes boxes four times
         self.link = link
         for machine in self.machines:
             self._limit(machine.namespace, "eth0", link.bits_per_second)

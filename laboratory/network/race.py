@@ -3,8 +3,8 @@
     sudo python -m laboratory.network.race --out laboratory/results/network
 
 The loss by step does not depend on the link, so it is simulated once (`laboratory.compare`, study "race"); methods of
-few bytes take LONGER times as many. The seconds are real: `steps` on network namespaces, on this computer's cores.
-Results that --out holds are not measured again. --quick tries everything in minutes, at a size that says
+few bytes get LONGER times as many steps. The seconds are real: `steps` on network namespaces, on this computer's cores.
+Results that --out holds are not measured again. --quick tries everything in minutes, at a size whose results say
 nothing. --method, --machines and --link, all repeatable, choose a part of the race.
 """
 
@@ -32,8 +32,8 @@ Curve = list[tuple[int, float]]  # loss by step
 WORKERS = (2, 4)
 LINKS = (Link(), Link("1gbit"), Link("100mbit"), Link("100mbit", 50), Link("10mbit"))
 PICTURE = Link("100mbit").name
-AVERAGED = ("AdamW-DDP", "Muon-DDP")  # whose exchange is inside forward and backward
-LONGER = 1.2  # times the steps: of methods of few bytes
+AVERAGED = ("AdamW-DDP", "Muon-DDP")  # their exchange is inside forward and backward
+LONGER = 1.2  # times the steps, for methods of few bytes
 QUICK = Scale(steps=30, batch=1, width=32, sequence=16, warmup=5, eval_sequences=8)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -75,7 +75,7 @@ def simulated(scale: Scale, workers: int, methods: Sequence[str], store: Path) -
     found: dict[str, Curve] = {}
     for whole, averaged in ((replace(scale, workers=workers), True), (longer, False)):
         if names := [name for name in methods if (name in AVERAGED) == averaged]:
-            plan = Plan(chosen("race", names), whole, Source(corpus.fingerprint), rates=1)  # of the first seed
+            plan = Plan(chosen("race", names), whole, Source(corpus.fingerprint), rates=1)  # the first seed only
             rows = carry_out_all(plan, corpus, store, Machine(jobs=2))
             found |= {each.name: each.curve for each in collect(plan, rows)}
     return {name: found[name] for name in methods}
@@ -108,7 +108,7 @@ def steps_to(curve: Curve, loss: float) -> float | None:
 
 def composed(curves: dict[str, Curve], results: list[Row], workers: int) -> list[Row]:
     """Returns a row for each method and link."""
-    loss, rows = curves["Muon-DDP"][-1][1], []  # which all race for
+    loss, rows = curves["Muon-DDP"][-1][1], []  # the loss that all race to
     for result, name in itertools.product(results, curves):
         step, steps = step_seconds(name, result), steps_to(curves[name], loss)
         seconds = None if steps is None else steps * step["step"]
@@ -132,7 +132,7 @@ def step_seconds(name: str, result: Row) -> Row:
     rounds = list(zip(*ranks, strict=True))  # [round][rank][step]: total, compute, optimizer
     step = statistics.median(max(statistics.mean(s[0] for s in rank) for rank in each) for each in rounds)
     source = ranks
-    if name in AVERAGED:  # forward and backward contain its exchange: take those of the others
+    if name in AVERAGED:  # forward and backward contain its exchange: take the others' compute
         source = [
             steps for answer in result["answers"] for other, steps in answer["rounds"].items() if other not in AVERAGED
         ]

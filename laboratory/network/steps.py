@@ -3,8 +3,7 @@
     python -m laboratory.network.steps SCALE    # a line of JSON per link on standard input, and an answer to each
 
 SCALE is JSON. On each link all methods take turns, on connections made for it. A turn begins with a barrier and is a
-few rounds long. In the first turn, and in each turn of a delayed method, there is one round more before, which does not
-count.
+few rounds long. In the first turn, and in each turn of a delayed method, one uncounted round comes first.
 """
 
 import json
@@ -68,7 +67,7 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     """Sets a method up on this rank."""
     settings = dict(entry.settings)
     if entry.method == "demo":
-        settings.pop("route")  # of studies from the time when DeMo had several
+        settings.pop("route")  # in studies from when DeMo had several
         optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **settings)
         return RankMethod(model, [optimizer])
     if entry.method == "muloco":

@@ -28,7 +28,7 @@ class DemoptWorkers(Method):
         return self._models[rank]
 
     def take(self, rank: int) -> None:
-        """Nothing: the step takes all gradients."""
+        """Does nothing: the step takes all gradients."""
 
     def finish(self) -> Cost:
         return self._together(lambda optimizer: optimizer.step())
@@ -48,7 +48,7 @@ class DemoptWorkers(Method):
 
 
 class DeMoWorkers(DemoptWorkers):
-    """DeMo; `settings` are its keywords. Under update "muon", `others_update` is for parameters that are not for it.
+    """DeMo; `settings` are its keywords. With update "muon", `others_update` is for parameters that Muon does not take.
 
     Examples:
         >>> import torch
@@ -65,7 +65,7 @@ class DeMoWorkers(DemoptWorkers):
     bytes_rule = "messages as the route sends them, headers included, counted at the exchange"
 
     def __init__(self, workers: SimulatedWorkers, others_update: str = "adamw", **settings: Any) -> None:
-        settings.pop("route", None)  # in studies from the time when DeMo had several
+        settings.pop("route", None)  # in studies from when DeMo had several
 
         def make(model: nn.Module, exchange: Exchange) -> DeMo:
             groups: Any = [{"params": model.parameters(), "lr": 1.0}]
@@ -124,7 +124,7 @@ class LocalDeMoWorkers(DemoptWorkers):
 
     def state(self) -> dict[str, Any] | None:
         if self.optimizers[0].local_steps or self.optimizers[0].replicator.in_flight:
-            return None  # between rounds all workers have the same weights
+            return None  # within a round: workers' weights differ, and a state has one model
         optimizers = self._threads.run(lambda exchange: self.optimizers[exchange.rank].state_dict())
         return {"model": self._models[0].state_dict(), "optimizers": optimizers}
 

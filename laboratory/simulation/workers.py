@@ -56,7 +56,7 @@ class Method(ABC):
 
     bytes_rule: ClassVar[str]  #: the bytes per worker, in words
     clips_workers: ClassVar[bool] = True  #: each worker clips its gradient; otherwise the method clips their mean
-    last = False  #: the step that has begun is the run's last: no update may stay with a worker alone
+    last = False  #: the step that has begun is the run's last: no update may stay with only one worker
 
     def __init__(self, workers: SimulatedWorkers) -> None:
         self.workers = workers
@@ -80,7 +80,7 @@ class Method(ABC):
         """Takes the step after all workers' gradients were taken."""
 
     def state(self) -> dict[str, Any] | None:
-        """Returns all that `load` needs to go on, or None: not at this step, or never by this method."""
+        """Returns all that `load` needs to go on; None if this step, or this method, has no such state."""
         return None
 
     def load(self, state: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Rates:
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])  # as torch's schedulers
+                group.setdefault("initial_lr", group["lr"])  # as torch's schedulers do
 
     def set(self, lr: float) -> None:
         """Sets the learning rate of all groups."""

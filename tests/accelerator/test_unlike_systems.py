@@ -1,4 +1,4 @@
-"""Workers on systems that lack what Linux has, and on an accelerator, decode a run to the same bits."""
+"""Workers on systems that lack Linux's features, and on an accelerator, decode a run to the same bits."""
 
 import json
 import re
@@ -20,8 +20,8 @@ from demopt.train.model import backward, begin
 from demopt.train.runs.worker import settings_of_run
 
 FLAGS = f"{forked.TINY} --late 60 --keep-log"
-# As on another system: torch built with USE_DISTRIBUTED=0, no locks and network calls of fcntl, no affinity, no SIGHUP,
-# no files relative to an open folder, no kernels that were compiled. demopt itself may not even name torch.distributed.
+# Imitates another system: torch built with USE_DISTRIBUTED=0, no fcntl (locks, network calls), no affinity, no SIGHUP,
+# no files relative to an open folder, no compiled kernels. demopt itself may not even import torch.distributed.
 POORER = """
 import builtins, json, os, signal, sys
 from importlib.abc import MetaPathFinder
@@ -68,7 +68,7 @@ def _started(command):
 
 
 def _poorer(system, *commands):
-    """Starts a process on such a system that runs `demopt WORDS` for each command."""
+    """Starts a process, as on such a system, that runs `demopt WORDS` for each command."""
     listed = json.dumps([[*map(str, words)] for words in commands])
     return _started([sys.executable, "-c", POORER, system, listed])
 
@@ -102,12 +102,12 @@ def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path):
 
 
 def _on_toy(rank, world_size, address):
-    """Trains along in bfloat16, with the state on the host; stops the run after three rounds with three senders."""
+    """Trains with the others in bfloat16, its state on the host; stops the run after three rounds of three senders."""
     config, run = settings_of_run(address, None, {}, patience=600.0)
     config, model = begin(config)
     text, step, full = load_corpus(config).train, 0, set()
     run.late = 60
-    model.to("toy", torch.bfloat16).tie_weights()  # which torch unties on its way to a device of this kind
+    model.to("toy", torch.bfloat16).tie_weights()  # torch unties them on the way to a device of this kind
     optimizer = make_optimizer(config, model, run)
     assert isinstance(optimizer, demopt.LocalDeMo)
     assert {each.device.type for each in optimizer._weights.global_of.values()} == {"cpu"}

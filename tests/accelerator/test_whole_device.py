@@ -38,7 +38,7 @@ from models import save_tiny
 STEPS = 6
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
 DRAWING = threading.Lock()
-SAME_PARAMETERS = "torch.__future__.get_swap_module_params_on_conversion"  # a model keeps its own, as to and from CUDA
+SAME_PARAMETERS = "torch.__future__.get_swap_module_params_on_conversion"  # a moved model keeps its own, as on CUDA
 
 
 class Small(nn.Module):
@@ -64,7 +64,7 @@ class Small(nn.Module):
 
 
 def fill(model, rank, step, scale=1.0):
-    """Sets the gradients that a twin of the model on the CPU has, so that only the optimizer can differ."""
+    """Sets the gradients of a twin of the model on the CPU, so that only the optimizer can differ."""
     draw = torch.Generator().manual_seed(1000 * rank + step)
     twin = copy.deepcopy(model).cpu().float()
     twin.zero_grad()
@@ -151,7 +151,7 @@ def tensors(model, optimizer):
 def test_training_has_the_bits_of_the_cpu_and_no_races(case):
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
-    # threads do not order streams, as a background thread needs it
+    # `Threads` does not order streams, which a background thread needs: messages then go through the host
     between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
     with mock.patch.object(staging, "PIECE_BYTES", 256):  # tensors pass in several pieces
         found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
@@ -162,7 +162,7 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(case):
 @pytest.mark.parametrize("case", [case for case in CASES if "float64" not in case and "host" not in case])
 @toy.each(1)
 def test_device_without_float64_trains_with_the_bits_of_the_cpu(case):
-    count = 3 if "clip" in case else 2  # of two none is left out
+    count = 3 if "clip" in case else 2  # of two ranks none is left out
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), count)
     between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
     has_float64.cache_clear()
@@ -207,19 +207,19 @@ def test_copies_to_and_from_another_device_than_the_current_one_leave_it_the_cur
 )
 @toy.each(2)
 def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(case, backend):
-    """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
+    """The backend that behaves as nccl's carries only device tensors, and refuses others."""
     group = None
     if backend != "gloo":
         toyccl.register()
         toyccl.CALLS.clear()
         group = dist.new_group(backend=backend)
     expected = tensors(*train(demopt.exchange.Collective(), "cpu", case))
-    torch.accelerator.set_stream(torch.Stream("toy"))  # of the user: nothing orders the default one after it
+    torch.accelerator.set_stream(torch.Stream("toy"))  # the user's own: nothing orders the default stream after it
     toy.races()
     exchange = demopt.exchange.Collective(group)
     model, optimizer = train(exchange, "toy", case)
     assert problems.same(tensors(model, optimizer), expected)
-    problems.warned(optimizer.consolidate_state_dict)  # of the bytes that this takes
+    problems.warned(optimizer.consolidate_state_dict)  # it warns of the bytes that it takes
     optimizer.regroup(exchange)
     steps_on(model, optimizer, exchange.rank, [STEPS])
     optimizer.resync(1)
@@ -232,7 +232,7 @@ def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(ca
 
 @toy.each(2)
 def test_group_for_the_background_is_made_on_the_device_of_the_messages_not_the_current_one():
-    """Scripts that never call set_device have the first one as the current one, where nccl takes one rank alone."""
+    """Without set_device the first device is the current one on all ranks, but nccl takes only one rank per device."""
     toyccl.register()
     with mock.patch.object(process_group, "gather_values", wraps=process_group.gather_values) as told:
         train(demopt.exchange.Collective(dist.new_group(backend="toyccl")), "toy", "LocalDeMo, delay")
@@ -257,7 +257,7 @@ def go_on_alike(rank, *pairs):
 def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(case):
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
-    groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(9)]  # the background needs its own
+    groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(9)]  # one per optimizer, for its background
 
     def work(exchange):
         mine = iter([gpu.ThroughHost(group[exchange.rank]) for group in groups])
@@ -269,7 +269,7 @@ def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(c
                 optimizer.flush()
             again.load_state_dict(problems.by_file(optimizer.state_dict(), where))
             go_on_alike(exchange.rank, (model, optimizer), (twin, again))
-        if "owner" in case:  # the owner's error, read to the host, enters a momentum on the device
+        if "owner" in case:  # the owner's error, loaded onto the host, enters a momentum on the device
             other = optimizer_of("LocalDeMo", copy.deepcopy(model), next(mine))
             other.load_state_dict(problems.by_file(optimizer.state_dict(), "cpu"))
         optimizer.consolidate_state_dict()
@@ -336,7 +336,7 @@ def test_model_that_moves_after_the_optimizer_was_built_trains_on_with_the_bits_
                 with DRAWING, mock.patch(SAME_PARAMETERS, return_value=True):
                     model.to(device)
             if "delay" in case and step == 3:
-                optimizer.flush()  # a move ends the round in flight, here at the same step with and without
+                optimizer.flush()  # a move ends the round in flight: here it ends at the same step in each case
             steps_on(model, optimizer, exchange.rank, range(step, step + 1))
         return tensors(model, optimizer)
 
@@ -459,9 +459,9 @@ def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(case):
 
 
 TABLES = 9 << 19  # bytes of the codec's own tables, for any model
-#: What is known to be held, in parameters: they, gradients, momentum or error, global weights, the owner's errors. Then
-#: the most beyond it, at rest and in a step, in parameters: places of lines; two tensors of a block, one of its
-#: directions, and small ones. An owner has in their place the sums of its share, and their magnitudes.
+#: In units of all parameters: the known holdings (parameters, gradients, momentum or error, global weights, the owner's
+#: errors); then the most beyond them, at rest (places of lines) and in a step (two tensors of a block, one of its
+#: directions, and small ones; for an owner, instead, the sums of its share, and their magnitudes).
 MOST = {
     "DeMo": (3, 0.05, 3.5), "DeMo, muon": (3, 0.05, 3.5), "LocalDeMo": (4, 0.05, 3.5), "LocalDeMo, owner": (5, 0.05, 4),
     **{f"LocalDeMo, host{more}": (2, 0.0, 0.0) for more in ("", ", owner", ", top-k", ", delay")},
@@ -515,7 +515,7 @@ def test_a_step_waits_for_the_device_where_its_message_leaves_and_messages_arriv
         fill(model, exchange.rank, 3)
         with toy.counting() as found:
             optimizer.step()
-        assert found["launches"] > 10  # or nothing was seen
+        assert found["launches"] > 10  # otherwise nothing was counted
         return found.get("syncs", 0)
 
     with mock.patch.object(Threads, "_combine", uncounted):
@@ -556,7 +556,7 @@ def test_third_step_of_124_million_parameters_takes_as_many_launches_as_document
 
 
 def _kernels(counts):
-    """What ran but copies, and waits for them."""
+    """The counts of everything but copies, and waits for them."""
     copies = {"to host", "to device", "syncs"}
     return {key: n for key, n in counts.items() if key not in copies and not key.startswith("sync ")}
 
@@ -565,7 +565,7 @@ def _kernels(counts):
 @pytest.mark.parametrize("case", [case for case in MOST if "host" in case])
 @toy.each(1)
 def test_with_its_state_on_the_host_local_demo_runs_nothing_but_copies_on_the_device(case, dtype):
-    """In four steps, looks at the weights, and saving; beside the steps of the inner optimizer alone."""
+    """In four steps, a look at the weights, and saving, compared with steps of only the inner optimizer."""
 
     def counts_of_steps(model, optimizer, rank):
         counts = []

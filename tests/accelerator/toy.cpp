@@ -1,9 +1,9 @@
 // Memory and streams of the device "toy" (PrivateUse1); toy.py has its operators, and says what it is for.
 //
-// Memory: a pointer of the device leads to pages that nobody may touch; the data are elsewhere, and `host` alone finds
-//   them. Code of the host that follows a pointer of the device ends the process with SIGSEGV.
-// Streams: operators run at once, but vector clocks report each access that nothing orders after an earlier one of
-//   another stream: on a GPU, a race.
+// Memory: a device pointer leads to pages that nobody may touch; the data are elsewhere, and only `host` finds them.
+//   Host code that follows a device pointer ends the process with SIGSEGV.
+// Streams: operators run immediately, but vector clocks report each access that nothing orders after an earlier access
+//   on another stream: on a GPU, a race.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -43,7 +43,7 @@ struct Block {  // of memory
 struct State {
   std::mutex lock;
   std::array<Clock, STREAMS> streams{};
-  Clock ended{};  // what some thread has waited for
+  Clock ended{};  // the work that some thread has waited for
   int made = 1;
   size_t held = 0, peak = 0;  // bytes of memory
   std::set<std::string> races;
@@ -84,12 +84,12 @@ struct Allocator final : c10::Allocator {
 
 Allocator allocator;
 
-Block* block_of(const at::Tensor& tensor) {  // nothing for tensors of the CPU, and for those without elements
+Block* block_of(const at::Tensor& tensor) {  // nullptr for CPU tensors, and for tensors without elements
   if (tensor.device().type() != TOY || !tensor.numel()) return nullptr;
   return static_cast<Block*>(tensor.storage().data_ptr().get_context());
 }
 
-at::Tensor host(const at::Tensor& tensor) {  // the same memory as a tensor of the CPU
+at::Tensor host(const at::Tensor& tensor) {  // the same memory as a CPU tensor
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   Block* block = block_of(tensor);
   if (!block) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
@@ -158,7 +158,7 @@ void launch(const std::string& name, const std::vector<at::Tensor>& reads, const
     }
 }
 
-void ended(int stream) {  // the host has waited for all that a stream was given so far
+void ended(int stream) {  // the host has waited for all work given to a stream so far
   Lock held(state().lock);
   raise_to(state().ended, state().streams[stream]);
 }
@@ -182,7 +182,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {TOY, device}; }
   void setDevice(c10::Device to) const override { device = to.index(); }
   void uncheckedSetDevice(c10::Device to) const noexcept override { device = to.index(); }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }  // a second one exists by its number alone
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }  // a second one exists only as a number
   static c10::Stream of(int id) { return c10::Stream(c10::Stream::UNSAFE, {TOY, 0}, id); }
   c10::Stream getStream(c10::Device on) const override { return c10::Stream(c10::Stream::UNSAFE, on, current); }
   c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
@@ -229,7 +229,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("ended", &ended);
   m.def("on_wait", [](py::object function) { *waiting = function; });
   m.def("stream", [] { return current; });
-  m.def("memory", [] {  // bytes held now, and at most since the last call
+  m.def("memory", [] {  // bytes held now, and the peak since the last call
     Lock held(state().lock);
     return std::make_pair(state().held, std::exchange(state().peak, state().held));
   });

@@ -1,12 +1,12 @@
 """Device "toy": a pretend accelerator for tests on machines without one.
 
     x = torch.zeros(3, device="toy")
-    with toy.counting() as counts: ...    # of this thread; then counts["launches"], counts["syncs"]
+    with toy.counting() as counts: ...    # what this thread runs: counts["launches"], counts["syncs"]
 
-Operators are those of the CPU, on the same data; tensors of two devices in one operator are refused, as CUDA does.
-Copies to the host that do not wait (non_blocking) arrive when the host next waits; until then the target is noise.
-Memory that the host may not touch, and streams, are in toy.cpp. Only processes that tests start for it register the
-device: a process cannot get rid of one again.
+Operators are the CPU's, on the same data; an operator refuses tensors on two devices, as on CUDA.
+Copies to the host with non_blocking=True arrive when the host next waits; until then the target holds garbage.
+toy.cpp has the streams, and the memory that the host may not touch. Only processes that tests start for it register
+the device: a process cannot unregister one.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 SIZED = {"nonzero", "masked_select", "equal", "_unique2", "repeat_interleave", "bincount"}
 _LOADED: list[Any] = []  # the compiled module, and libraries of operators
 _OF_THREAD = threading.local()
-_ARRIVING: list[tuple[int, Tensor, Tensor]] = []  # a stream, and a target of the host with its data
+_ARRIVING: list[tuple[int, Tensor, Tensor]] = []  # per copy: its stream, its target on the host, and the data
 _LOCK = threading.Lock()
-LACKING: set[torch.dtype] = set()  #: dtypes that the device has not, as MPS has no float64
+LACKING: set[torch.dtype] = set()  #: dtypes that the device lacks, as MPS lacks float64
 
 
 def build() -> Path:
-    """The compiled device, which one process builds while others wait: half a minute, once for a version of torch."""
+    """The compiled device, which one process builds while others wait: half a minute, once per version of torch."""
     key = hashlib.blake2b(SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
     built = FOLDER / f"toy-{key}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -89,30 +89,30 @@ def register() -> None:
     aten.impl("_copy_from_and_resize", lambda self, to: _copy_from(self, to.resize_(self.shape)), "PrivateUse1")
     aten.impl("_local_scalar_dense", _local_scalar, "PrivateUse1")
     for full in torch._C._dispatch_get_all_op_names():
-        # They loop over tensors on an unknown device, and are few kernels on CUDA.
+        # On an unknown device they loop over the tensors; on CUDA they are few kernels.
         if full.startswith(("aten::_foreach_", "aten::_fused_adam")):
             name, _, overload = full.removeprefix("aten::").partition(".")
             operator = getattr(getattr(torch.ops.aten, name), overload or "default")
             aten.impl(operator, functools.partial(_run, operator), "PrivateUse1")
-    # autograd starts its threads for all devices at the first backward: two threads at once have hung in theirs
+    # autograd starts its threads for all devices at the first backward; two threads whose first came at once have hung
     torch.ones(1, requires_grad=True, device="cpu").sum().backward()
 
 
 def call(rank: int, world_size: int, function: Any, *args: Any) -> Any:
-    """The function of a test, in a process that has the device."""
+    """The value of a test's function, in a process that has the device."""
     register()
     return function(rank, world_size, *args)
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What `function(rank, world_size, *args)` returns in processes with the device, of a gloo group."""
+    """The values of `function(rank, world_size, *args)` in processes with the device, in a gloo group."""
     if COMPILER is None:
         pytest.skip("no C++ compiler: the toy accelerator cannot be built")
-    build()  # once, before its clock starts
+    build()  # before the pool's clock starts
     return ranks.values_of(POOL.outcomes(call, world_size, function, *args))
 
 
-each = functools.partial(ranks.each, run=run)  # a test that each of some ranks with the device runs
+each = functools.partial(ranks.each, run=run)  # each of these ranks, with the device, runs the test
 
 
 # Operators
@@ -128,11 +128,11 @@ def _facts(operator: Any) -> tuple[str, list[str], set[str], set[str]]:
 
 
 def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operator of the device: the CPU's, on the same memory."""
+    """Runs an operator of the device: the CPU's, on the same memory."""
     device = _LOADED[0]
     name, names, tensors, written = _facts(operator)
     values = dict(zip(names, args, strict=False)) | kwargs
-    given: list[tuple[Tensor, Tensor]] = []  # tensors of the device, and the same as tensors of the CPU
+    given: list[tuple[Tensor, Tensor]] = []  # device tensors, each with its alias on the CPU
     made: list[Tensor] = []
     strangers: list[Tensor] = []
 
@@ -145,7 +145,7 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
             _require(value.dtype)
             given.append((value, device.host(value)))
             return given[-1][1]
-        # CUDA takes numbers from the host, and indices
+        # CUDA, too, takes single numbers and indices from the host
         if value.dim() and not name.startswith(("index", "_index_put")):
             strangers.append(value)
         return value
@@ -162,7 +162,7 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return made[-1]
 
     entered = tree_map(enter, values)
-    for key in tensors:  # a number in the place of a tensor comes as one, and must not change the result's type
+    for key in tensors:  # a number in place of a tensor becomes one, and must not change the result's type
         if isinstance(entered.get(key), bool | int | float):
             beside = next(value for value in reversed(entered.values()) if isinstance(value, Tensor))
             entered[key] = torch.tensor(entered[key], dtype=torch.result_type(beside, entered[key]))
@@ -190,7 +190,7 @@ def _require(dtype: torch.dtype) -> None:
 
 
 def _kernels(name: str, lists: list[list[Tensor]]) -> int:
-    """CUDA's kernels of an operator, about: of a list of tensors as many as fit into the arguments of each."""
+    """About how many kernels CUDA launches for an operator; one kernel's arguments hold 48 tensors of a list."""
     if name.startswith(("sort", "nonzero", "median")):
         return 3
     tensors = max(map(len, lists), default=1)
@@ -228,7 +228,7 @@ def _local_scalar(self: Tensor) -> Any:
 
 
 def _wait(stream: int, why: str) -> None:
-    """The host waits for a stream, and has its copies."""
+    """The host waits for a stream, whose copies then arrive."""
     _LOADED[0].ended(stream)
     _count("syncs")
     _count(f"sync {why}")
@@ -250,7 +250,7 @@ def _count(what: str, times: int = 1) -> None:
 
 @contextlib.contextmanager
 def counting(on: bool = True) -> Iterator[dict[str, int]]:
-    """What this thread runs inside: launches, copies, waits, and launches by operator; or nothing of it."""
+    """Counts this thread's launches, copies, waits, and launches by operator inside; if not `on`, nothing."""
     before = getattr(_OF_THREAD, "counts", None)
     found = dict[str, int]()
     _OF_THREAD.counts = found if on else None

@@ -1,9 +1,9 @@
-"""Backend "toyccl": nccl's manners for tensors of the toy, over gloo.
+"""Backend "toyccl": behaves as nccl does, for tensors of device "toy", over gloo.
 
-A collective runs on a stream of the group's own, after what the caller's stream holds; `wait` makes the caller's stream
-wait for it, and the host only if it gets a timeout. Tensors of the CPU are refused.
+A collective runs on the group's own stream, after the work already on the caller's stream; `wait` makes the caller's
+stream wait for it, and the host only if a timeout is given. CPU tensors are refused.
 
-Torch takes a group that is written in Python as the whole of "cpu:gloo,toy:toyccl", so it cannot have two backends.
+Torch would use a group written in Python for both parts of "cpu:gloo,toy:toyccl", so it cannot have two backends.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TOY = "toy"  # by name: the device is there only once it is registered
+TOY = "toy"  # by name: the device exists only once it is registered
 CALLS: list[str] = []  # the collectives of this process
 
 
 class Work(dist.Work):
-    """A collective that is done, but whose result a stream gets by waiting for an event."""
+    """A finished collective, whose result a stream may use only after waiting for an event."""
 
     def __init__(self, done: torch.Event) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Work(dist.Work):
 
 
 class ToyCCL(dist.ProcessGroup):
-    """A group of device tensors, which torch calls as it calls those of nccl."""
+    """A process group for device tensors, which torch calls as it calls nccl's."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

@@ -11,7 +11,7 @@ import problems
 from demopt import DeMo, LocalDeMo
 
 SHAPES = [(32, 16), (17, 19), (20,)]
-OWNERS = "LocalDeMo with owners"  # which keep errors of their own
+OWNERS = "LocalDeMo with owners"  # owners keep errors of their own
 KINDS = ["DeMo", "LocalDeMo", OWNERS]
 
 
@@ -28,14 +28,14 @@ def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = 
 
 
 def trained(kind: str, exchange: Any, steps: int = 5, **more: Any) -> Any:
-    """One that has trained; after five steps a LocalDeMo is between two rounds."""
+    """An optimizer that has trained; after five steps a LocalDeMo is between two rounds."""
     optimizer = build(kind, process_group=exchange, **more)
     problems.fingerprints(optimizer, range(steps), exchange.rank)
     return optimizer
 
 
 def shown(optimizer: Any) -> Any:
-    """The context in which the model has the global weights; saving between two rounds warns of nothing there."""
+    """The context in which the model has the global weights; there, saving between two rounds does not warn."""
     return optimizer.shared() if isinstance(optimizer, LocalDeMo) else contextlib.nullcontext()
 
 
@@ -56,7 +56,7 @@ def consolidate(optimizer: Any, to: int = 0) -> None:
 
 
 def assert_resharded(state: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """A state is what `reshard` returned; a new owner's error, which the ranks' errors have in that, is zero."""
+    """A state is `wanted`, from `reshard`; a new owner's error is zero: `reshard` adds it to the ranks' errors."""
     for number, entry in wanted["state"].items():
         found = dict(state["state"][number])
         if "owner_error" not in entry:

@@ -1,4 +1,4 @@
-"""States say which rank saved them; torch.distributed.checkpoint, by OptimizerState and by torch's own functions."""
+"""States name the rank that saved them; torch.distributed.checkpoint by OptimizerState and by torch's own functions."""
 
 import copy
 import warnings
@@ -110,7 +110,7 @@ def test_more_or_fewer_parameters_than_in_a_checkpoint_are_told_as_such(tmp_path
 def _sharded(rank, world_size, kind, folder, save, shards=2, by_file=False):
     """The unsent part of each parameter's shard, and the bits of the shards four steps later. 0 shards: no FSDP2.
 
-    `by_file`: by torch.save, on each rank, instead of DCP.
+    `by_file`: saves and loads by torch.save on each rank, not by DCP.
     """
     replicas = world_size // (shards or 1)
     mesh = init_device_mesh("cpu", (replicas, shards or 1), mesh_dim_names=("replicate", "shard"))
@@ -156,7 +156,7 @@ def _whole(rank, world_size, folder):
 
 
 def _by_an_earlier_commit(rank, world_size, folder):
-    """Which wrote how shards are cut also of one shard alone."""
+    """Saves as an earlier commit, which wrote how shards are cut even for a single shard."""
     with patch("demopt.checkpoint.cut_of", return_value="Shard(0, 1) over 1"):
         _sharded(rank, world_size, "DeMo", folder, True, 1)
 
@@ -275,11 +275,11 @@ def _model():
 
 
 def _by_dcp(rank, world_size, kind, folder, flat, one_file_each):
-    """torch's own functions, which save one value per key, for ranks of one checkpoint or of one each."""
+    """Saves and loads by torch's functions, one value per key: all ranks in one checkpoint, or one for each."""
     options, folder = StateDictOptions(flatten_optimizer_state_dict=flat), f"{folder}{rank if one_file_each else ''}"
     model = _model()
     optimizer = carriers.build(kind, parameters=list(model.parameters()))
-    problems.fingerprints(optimizer, range(3), rank)  # of LocalDeMo, to the end of a round
+    problems.fingerprints(optimizer, range(3), rank)  # LocalDeMo: to the end of a round
     before = _own(optimizer)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
     keys = state["optimizer"] if flat else state["optimizer"]["state"]["0.bias"]

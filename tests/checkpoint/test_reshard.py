@@ -1,4 +1,4 @@
-"""Another number of ranks, from their states or one consolidated file: no gradient is lost, and none counts twice."""
+"""States or a consolidated file, loaded by more or fewer ranks: no gradient is lost, and none counts twice."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def _states(world_size):
 
 
 def _goes_on(exchange, states, reduction):
-    """Loads a state and takes a step without new gradients, in which all of the momenta is sent."""
+    """Loads a state and takes a step without new gradients that sends all of the momenta."""
     everything = {"top_k": 16 * 16, "values": "float64", "reduction": reduction, "update": "sgd", "alpha": 1.0}
     optimizer = problems.demo(exchange, dtype=torch.float64, fingerprint_every=0, **everything)
     optimizer.load_state_dict(states[exchange.rank])
@@ -83,7 +83,7 @@ def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_sta
         assert torch.equal(new[0]["exp_avg"], old[0]["exp_avg"])
         assert torch.equal(new[1]["exp_avg"], old[2]["exp_avg"])
         assert {int(entry["local_steps"]) for entry in new} == {2}
-    # local weights that are not finite drop the steps of their rank alone
+    # local weights that are not finite drop only the steps of their own rank
     first = before[0]["state"][0]
     for local in (first.get("start", first["global"]), first["local"] + torch.inf):
         first["local"] = local
@@ -137,7 +137,7 @@ def _nested(value):
     return torch.nested.nested_tensor([value, value])
 
 
-#: What a file may have in place of a part, by name: it cannot be added, or costs the file less than memory.
+#: Values that a file may have in place of a part, by name: not addable, or larger in memory than in the file.
 UNLIKE = {
     "sparse": Tensor.to_sparse,
     "expanded": lambda value: torch.ones(()).expand_as(value),
@@ -158,7 +158,7 @@ def _of_two_owners():
     ("name", "unlike"),
     [
         *((name, unlike) for name in ("error", "local", "start", "global") for unlike in UNLIKE),
-        # an owner's is never longer than the error that it is added to
+        # an owner's error is never longer than the rank's error that it is added to
         *(("owner_error", unlike) for unlike in UNLIKE if unlike not in ("expanded", "overlapping")),
     ],
 )
@@ -188,7 +188,7 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind):
         optimizer = carriers.trained(kind, exchange)
         carriers.consolidate(optimizer, to=1)
         states[exchange.rank] = problems.saved(carriers.saved(optimizer))
-        exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # until all are there
+        exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # waits until all have saved
         state = torch.load(io.BytesIO(states[1]))
         names = {name for rank in separated(state) for name in state["ranks"][rank]["state"][0]}
         assert not names & set(state["state"][0]), "what is shared is there once"
@@ -236,7 +236,7 @@ def test_consolidated_state_is_none_once_a_parameter_trains_or_inner_state_is_go
 
 @ranks.alike(2)
 def test_consolidation_waits_for_a_round_in_flight(exchange):
-    """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
+    """Both use one exchange; the errors have the content of the round, which is applied afterwards."""
     optimizer = carriers.trained("LocalDeMo", exchange, 4, delay=1)
     assert optimizer.replicator.in_flight
     carriers.consolidate(optimizer)
@@ -265,7 +265,7 @@ def _consolidated(exchange, kind):
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.filterwarnings("ignore:the state was saved by")
 def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind, monkeypatch):
-    monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
+    monkeypatch.setattr("demopt.state.PIECE_BYTES", 1001)  # each state takes several pieces, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
 
     expected = demopt.reshard([mine for mine, _ in results], 3)

@@ -1,4 +1,4 @@
-"""Files of checkpoints from before, and from strangers: the old ones load, and none runs code."""
+"""Checkpoint files of earlier commits, and of strangers: the earlier ones load, and none runs code."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 
 OLD = Path(__file__).with_name("old")  # written by commit 4f4135a
 STEP = "checkpoints/step-00000006"
-# By optimizer: SHA-256 of the weights and of the optimizer's state that 4f4135a itself read from the checkpoint, cut.
+# By optimizer: truncated SHA-256 of the weights and of the optimizer's state, as 4f4135a itself read the checkpoint.
 READ = {
     "local": ("a9502a0ff4b2d407fcf9232fb4a09a52", "939c008466dc3bc8736d087203872997"),
     "demo": ("21c27ee9252f0063e47930909640f2b2", "46967500171e0e2dc5e203cbe3b692ac"),
@@ -71,7 +71,7 @@ def test_checkpoint_of_an_earlier_commit_loads_with_the_bits_that_it_had_then(ki
     assert (_digest(dict(model.state_dict())), _digest(optimizer.state_dict()["state"])) == READ[kind]
 
 
-@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # the latter of Python 3.13
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # the latter is Python 3.13's
 def test_checkpoint_of_another_python_loads(module, tmp_path):
     path = _old("demo", tmp_path)
     known = pickle.dumps(pickle.loads((path / ".metadata").read_bytes()), protocol=2)
@@ -85,7 +85,7 @@ def test_checkpoint_of_another_python_loads(module, tmp_path):
 @pytest.mark.filterwarnings("ignore:the state was saved 1 step")
 @pytest.mark.parametrize("kind", ["demo", "local"])
 def test_state_of_an_earlier_commit_loads_and_goes_on(kind):
-    """The state after five steps, which the file has beside the model."""
+    """The file holds the state after five steps, beside the model."""
     saved = torch.load(OLD / f"{kind}.pt", weights_only=True)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     if kind == "demo":
@@ -103,7 +103,7 @@ def test_state_of_an_earlier_commit_loads_and_goes_on(kind):
 
 @dataclasses.dataclass
 class _Runs:
-    """Unpickled, it makes a file."""
+    """Makes a folder when it is unpickled."""
 
     proof: Path
 
@@ -112,7 +112,7 @@ class _Runs:
 
 
 def _change_metadata(path, key, **changed):
-    """Changes where the checkpoint's object `key` is; returns the file in which it was."""
+    """Changes the recorded place of the checkpoint's object `key`; returns the file in which it was."""
     found = pickle.loads((path / ".metadata").read_bytes())
     index, info = next((index, info) for index, info in found.storage_data.items() if index.fqn == key)
     found.storage_data[index] = dataclasses.replace(info, **changed)
@@ -165,7 +165,7 @@ def test_checkpoint_with_wrong_content_cannot_be_read(key, value, tmp_path):
 
 
 def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path):
-    """Which SECURITY.md warns of; `Reader` with `LoadPlanner` does not."""
+    """SECURITY.md warns of both; `Reader` with `LoadPlanner` runs no code."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "file")))
     with pytest.raises(AttributeError):  # what was unpickled is no metadata
         FileSystemReader(tmp_path).read_metadata()
@@ -179,7 +179,7 @@ def test_torch_runs_code_of_other_ranks_and_of_files(tmp_path):
 
 
 def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path):
-    """What `dcp.save` writes of an `OptimizerState` names no class of demopt, so that none must keep its name."""
+    """The files that `dcp.save` writes for an `OptimizerState` name no class of demopt, so classes may be renamed."""
     optimizer = demopt.LocalDeMo(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))]), process_group=SingleRank())
     entry = OptimizerState(optimizer).state_dict()["rank0.shard0.0"]
     assert sorted(by_file(entry)) == ["sharded", "values"]

@@ -57,7 +57,7 @@ def test_machine_that_does_not_answer_is_named(absent, monkeypatch):
     present = [machine for machine in MACHINES if machine != absent]
 
     class WhenAllCame(TCPStore):
-        """Its second is counted from when those have come that are there, however slow the machine is."""
+        """Counts its second only once all present machines have come, however slow this computer is."""
 
         def wait(self, keys, timeout):
             if keys == MACHINES:
@@ -111,7 +111,7 @@ def test_raw_lines_of_torch_are_not_shown(capfd):
 
 
 def named(monkeypatch, address, own="10.1.2.3"):
-    """As on a machine whose name stands for an address of its own, or for none."""
+    """Imitates a machine whose host name resolves to an address of its own, or to none."""
     monkeypatch.delenv(team.INTERFACE, raising=False)
     monkeypatch.setattr(team, "own_addresses", lambda _: [address] if address else [])
     monkeypatch.setattr(team, "addresses", lambda: [("lo", "127.0.0.1"), ("eth7", own)])
@@ -128,7 +128,7 @@ def test_loopback_trap_is_found_with_its_remedy(address, monkeypatch, capsys):
 
 
 def resolved(monkeypatch, *addresses):
-    """As where each name stands for these addresses, in this order."""
+    """Makes each host name resolve to these addresses, in this order."""
     look_up = socket.getaddrinfo
 
     def given(host, *more, **how):
@@ -241,13 +241,13 @@ UNLIKE = [Pair(*BOTH[0], "b", 50.0, 1e8, unlike="torch 2.12.0"), Pair(*BOTH[1], 
     [
         ("127.0.1.1", FAST, ["--bandwidth 12.0Gbit"]),  # a known fault is told once, and the links are measured
         ("10.0.0.1", UNLIKE, ["it has torch 2.12.0: install the same version there", SLOWEST]),
-        ("10.0.0.1", None, ["the links are measured when the port is free"]),  # a taken port of the first one ends it
+        ("10.0.0.1", None, ["the links are measured when the port is free"]),  # ends where the first machine's is taken
     ],
     ids=["known fault", "unlike", "taken port"],
 )
 def test_doctor_tells_faults_and_the_plan_to_make(own, ways, told, monkeypatch, capsys):
     named(monkeypatch, own)
-    monkeypatch.setattr(module, "_IDLE", Path("none"))  # which is of this machine
+    monkeypatch.setattr(module, "_IDLE", Path("none"))  # not this machine's setting
     monkeypatch.setattr(module, "own_address", lambda peers: peers[0])
     monkeypatch.setattr(module, "measure_pairs", lambda *_: ways or pytest.fail("measured"))
     with socket.create_server(("", 0)) as taken:

@@ -30,17 +30,17 @@ from demopt.exchange import Exchange, SingleRank
 from demopt.integrations.torchft import Optimizer, QuorumExchange
 from forked import CONTEXT
 
-SECONDS = 200.0  # for anything that a test waits for: only what hangs takes so long
+SECONDS = 200.0  # for anything that a test waits for: only a hang takes so long
 TIMEOUT = timedelta(seconds=100)  # of a manager
-ROOM = 2048  # elements of each worker: more than it can take steps before another has joined
+ROOM = 2048  # elements per worker: more than the steps it can take before another has joined
 SURVIVORS = 2
-INSTANTS = ("backward", "extract", "exchange", "check", "apply")  # at which victims 2, 3, ... die: before it
+INSTANTS = ("backward", "extract", "exchange", "check", "apply")  # victims 2, 3, ... die just before these
 EVERYONE = SURVIVORS + len(INSTANTS)
 ONCE = {-1 / 2, -1 / 3}  # an element whose gradient was applied in one round, of two members or three
 
 
 class Replica:
-    """A process that trains, of a lighthouse's; `number` gives it elements of its own."""
+    """A process that trains under a lighthouse; `number` gives it elements of its own."""
 
     def __init__(self, lighthouse, number, local):
         self.pipe, theirs = CONTEXT.Pipe()
@@ -49,7 +49,7 @@ class Replica:
         theirs.close()
 
     def wait_for(self, word):
-        """Returns what the replica says next, which is under this word."""
+        """Returns the value that the replica sends next, which must be under this word."""
         said, value = _heard(self.pipe)
         assert said == word, f"a replica said {said!r} while {word!r} was awaited:\n{value}"
         return value
@@ -60,7 +60,7 @@ def _replicas(local):
     pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
     from torchft.coordination import LighthouseServer
 
-    # A busy machine is slow: a quorum waits for all whose heart has beaten in the last seconds.
+    # A busy machine is slow: a quorum waits for all whose heartbeat came in the last seconds.
     limits = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 3000}
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=SURVIVORS, **limits)
     address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
@@ -82,7 +82,7 @@ def _heard(pipe):
 def _run(lighthouse, pipe, number, local):
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    store = None  # which its manager needs as long as it lives
+    store = None  # its manager needs it as long as it lives
 
     def make_manager():  # from here on the lighthouse counts this replica
         import torchft
@@ -135,7 +135,7 @@ def _train(make_manager, pipe, number, local):
 
 def _lose_a_vote(quorum):
     def vote():
-        del quorum.vote  # the one of its class comes back
+        del quorum.vote  # its class's method is back
         raise ExchangeError("lost")
 
     quorum.vote = vote
@@ -164,7 +164,7 @@ def test_every_gradient_is_applied_once(local):
             assert _step(trio) == [3, 3, 3]
             _step(trio, {2: instant})
         _step(survivors, {0: "lose the result"})
-        assert _step(survivors[1:]) == [2]  # in which the other takes part without a gradient, as a new member does
+        assert _step(survivors[1:]) == [2]  # the other takes part without a gradient, as a new member does
         assert survivors[0].wait_for("stepped") == 2
         for survivor in survivors:
             survivor.pipe.send("end")
@@ -174,9 +174,9 @@ def test_every_gradient_is_applied_once(local):
         for number, row in enumerate(result["weights"]):
             applied = [value for value in row if value != 0]
             assert set(applied) <= ONCE  # never twice
-            if number < SURVIVORS:  # and none of theirs is missing
+            if number < SURVIVORS:  # and none of the survivors' is missing
                 assert len(applied) == results[number]["taken"]
-            else:  # two with the second round; what a victim took along is its last alone
+            else:  # its first round; its second, too, if it died after its vote: only that one can be lost
                 steps = 2 if local else 1
                 died_after_its_vote = INSTANTS[number - SURVIVORS] == "apply"
                 assert len(applied) == steps * (1 + died_after_its_vote)
@@ -184,7 +184,7 @@ def test_every_gradient_is_applied_once(local):
 
 @pytest.fixture
 def port():
-    """Of a store, which is there as long as the test."""
+    """The port of a store that lives as long as the test."""
     pytest.importorskip("torchft")
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     yield store.port
@@ -197,7 +197,7 @@ def test_close_releases_waiting_workers_though_others_hold_the_exchange(rank, po
 
     whole = torchft.ProcessGroupGloo(timeout=TIMEOUT)
     whole.configure(f"localhost:{port}/members", str(rank), rank, 2, 1)
-    held = [QuorumExchange(whole), QuorumExchange(whole)]  # an optimizer still has another
+    held = [QuorumExchange(whole), QuorumExchange(whole)]  # an optimizer still has the other one
     assert held[0].all_gather(torch.tensor([rank], dtype=torch.uint8)).flatten().tolist() == [0, 1]
     if rank == 0:
         whole.abort()
@@ -309,7 +309,7 @@ def test_interrupt_as_a_round_is_attached_leaves_it_for_the_next_try(gives_up):
 
 
 def _alone():
-    """A worker that has met, with no others; the exact settings send all of it."""
+    """A worker whose quorum has met, with no others; the exact settings send everything."""
     exactly = {"transform": "identity", "top_k": 4096, "values": "float64"}
     sgd = torch.optim.SGD(problems.parameters([(4, 4)], torch.float64), lr=0.1)
     inner = demopt.LocalDeMo(sgd, sync_every=2, **exactly)
@@ -320,7 +320,7 @@ def _alone():
 
 
 def test_messages_applied_after_a_checkpoint_do_not_count_once_it_is_loaded():
-    """A worker that is behind would drop its own message by them, as one that the weights include."""
+    """Otherwise a worker that is behind would drop its own message, as if the weights included it."""
     pytest.importorskip("torchft")
     inner = demopt.DeMo(problems.parameters([(4, 4)]))
     optimizer = Optimizer(types.SimpleNamespace(current_step=lambda: 7, state_dict=dict), inner)
@@ -334,7 +334,7 @@ def test_messages_applied_after_a_checkpoint_do_not_count_once_it_is_loaded():
 
 
 class _Manager:
-    """A manager of threads, without torchft; `step` moves on by a vote."""
+    """A manager for threads, without torchft; a vote advances `step`."""
 
     def __init__(self):
         self.step = 0
@@ -350,7 +350,7 @@ class _Manager:
 
 
 class _Reversed(Exchange):
-    """Two ranks in the other order."""
+    """Two ranks in reverse order."""
 
     def __init__(self, whole):
         self.whole, self.rank, self.world_size = whole, 1 - whole.rank, 2
@@ -405,7 +405,7 @@ def test_worker_that_has_applied_a_round_in_part_takes_the_weights_of_another(ex
     inner = make(exchange, [(16, 16), (8, 8)], top_k=24, **more)
     optimizer = Optimizer(_Manager(), inner)
     optimizer._new, optimizer._quorum = False, _Meets(optimizer._manager, exchange)
-    tears = exchange.rank == 0  # the first of those with the newest step would give its weights to all
+    tears = exchange.rank == 0  # rank 0: the first rank with the newest step would give its weights to all
     for step in range(3 if tears else 4):
         if step == 2 and tears:
             inner.apply = functools.partial(_apply_in_part, inner)

@@ -1,4 +1,4 @@
-"""One conformance routine for every exchange; that of an optimizer which was given none; lost ranks are named."""
+"""One conformance routine for every exchange; the exchange of an optimizer that got none; lost ranks are named."""
 
 import os
 import re
@@ -122,7 +122,7 @@ def test_collective_conforms_in_groups_and_meshes(rank):
 @pytest.mark.parametrize(("rows", "column"), [([[0, 1], [3, 2]], [0, 3]), ([[1, 2], [0, 3]], [2, 3])])
 @ranks.each(4)
 def test_mesh_whose_nodes_torch_sorts_apart_is_refused_and_other_orders_conform(rank, rows, column):
-    """It sorts the ranks of every group: the first ranks of nodes would be in unlike columns, or of unlike numbers."""
+    """torch sorts every group's ranks: the nodes' first ranks would be in different columns, or differ in number."""
     with pytest.raises(ValueError, match=re.escape(f"ranks {column} are a column")):
         resolve(DeviceMesh("cpu", torch.tensor(rows)))
     conform(resolve(DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]))))
@@ -130,7 +130,7 @@ def test_mesh_whose_nodes_torch_sorts_apart_is_refused_and_other_orders_conform(
 
 @ranks.each(4)
 def test_hierarchical_node_acts_as_one_rank(rank):
-    """As one with the mean gradients of its ranks, of two nodes of two."""
+    """With two nodes of two ranks: as one rank that has the mean gradients of the node."""
     exact = {"dtype": torch.float64, "values": "float64", "update": "sgd"}
 
     def node(exchange):
@@ -159,7 +159,7 @@ OF_A_NODE = [
 
 @ranks.alike(3)
 def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_as_they_are(exchange):
-    """Of gradients of three dtypes, in an order that mixes them."""
+    """With gradients of three dtypes, in an order that mixes them."""
     metered = Meter(exchange)
     gradients = [problems.draw(shape, exchange.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
     average(gradients, metered)
@@ -192,7 +192,7 @@ def test_threads_and_nodes_refuse_what_is_no_number_of_ranks_and_no_exchange():
 
 
 class AllGather(Exchange):
-    """An exchange with the two abstract methods alone."""
+    """An exchange with only the two abstract methods."""
 
     def __init__(self, inner):
         self.rank, self.world_size, self._inner = inner.rank, inner.world_size, inner
@@ -225,7 +225,7 @@ def test_nodes_in_the_background_are_refused_at_construction():
 
 @ranks.each(3)
 def test_rounds_in_the_background_use_the_group_that_an_earlier_optimizer_has_left(rank):
-    """Also where ranks are in unlike groups. One that a rank still uses, or has used more, is nobody else's."""
+    """Also where ranks are in different groups. A group that a rank still uses, or has used more, is not reused."""
     dist.new_group([0, 2])
     made, kept = len(dist.distributed_c10d._world.pg_names), []
     for turn in range(6):
@@ -335,7 +335,7 @@ def test_collective_timeout_names_step_and_rank(rank):
     problems.train(optimizer, range(2), rank)
     store.set(f"ready {rank}", "")
     store.wait([f"ready {each}" for each in range(3)], timedelta(seconds=ranks.JOB_SECONDS))
-    exchange._timeout = short  # only where a rank is missed: until then a busy machine may be slow
+    exchange._timeout = short  # short only from here, where a rank is missed: before, a busy machine may be slow
     if rank == 2:
         store.wait(["gave up 0", "gave up 1"], timedelta(seconds=ranks.JOB_SECONDS))
         return
@@ -347,7 +347,7 @@ def test_collective_timeout_names_step_and_rank(rank):
 
 
 def test_two_levels_may_have_two_backends():
-    """gloo between nodes, nccl inside of one: what gloo brought goes back to the device before it is broadcast."""
+    """gloo between nodes, nccl inside each: gloo's results go back to the device before they are broadcast."""
     between, inside, devices = SingleRank(), SingleRank(), []
     between.all_gather = lambda message_B: torch.zeros(1, message_B.numel(), dtype=message_B.dtype)
     between.all_to_all = lambda parts_WB: torch.zeros(parts_WB.shape, dtype=parts_WB.dtype)
@@ -360,7 +360,7 @@ def test_two_levels_may_have_two_backends():
 def test_demo_warns_a_launched_rank_without_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    problems.train(problems.demo(), range(1))  # rank 0 warns
+    problems.train(problems.demo(), range(1))  # only rank 0 warns
     monkeypatch.setenv("RANK", "0")
     optimizer = problems.demo()
     problems.set_gradients(problems.all_parameters(optimizer), 0)
@@ -410,7 +410,7 @@ def _met():
 
 
 def _store_of_rank_0(rank, world_size):
-    """Begins the process group again with a store as torchrun has it, which rank 0 holds.
+    """Restarts the process group with a store as torchrun has it, which rank 0 holds.
 
     The pool's store is a file with a lock: a rank that is frozen while it holds that lock stops all others, and after
     the loss of rank 0 the file is still there.
@@ -524,7 +524,7 @@ def test_rank_on_another_machine_cannot_tell_the_loss_of_the_store_from_that_of_
 
 
 def test_rank_that_comes_to_a_call_while_another_asks_where_it_is_has_come(monkeypatch):
-    """By its answer it is already in the next exchange."""
+    """Its answer says that it is already in the next exchange."""
     store = dist.HashStore()
     early, key = Liveness(lambda: store, rank=0), liveness._key_of([0, 1])
 

@@ -23,7 +23,7 @@ from demopt.integrations.accelerate import register
 
 
 def _built(accelerator=None):
-    """Also a model of two layers, one trained by LocalDeMo, one by DeMo, as Accelerate has prepared them."""
+    """An Accelerator, and as it prepared them a model of two layers, and their optimizers: LocalDeMo, and DeMo."""
     accelerator = accelerator or Accelerator(cpu=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
@@ -36,7 +36,7 @@ def _built(accelerator=None):
 
 
 def _resumed(rank, world_size, folder, save):
-    """The fingerprints after five steps, with a save in their midst."""
+    """The fingerprints after five steps; saves after the first two, or loads them."""
     with accelerate_rank(rank, world_size):
         accelerator, model, optimizers = _built()
         if save:
@@ -122,7 +122,7 @@ def test_an_accelerator_lets_freed_optimizers_go_and_resumes_those_that_it_has(t
     freed = [weakref.ref(optimizer.optimizer) for optimizer in optimizers]
     accelerator.free_memory()
     _, model, kept = _built(accelerator)
-    for _ in range(2):  # the first are still held here at first
+    for _ in range(2):  # in the first pass the freed ones are still held here
         assert register(accelerator, kept[0]) is kept[0].optimizer, "the second time changes nothing"
         _train(model, kept, range(2), 0)
         accelerator.save_state(tmp_path)
@@ -154,7 +154,7 @@ def test_save_state_on_the_main_process_alone_names_itself_and_deletes_nothing(r
 
 def test_hooks_and_models_whose_states_have_other_names_save_the_global_weights(tmp_path):
     accelerator, seen = Accelerator(cpu=True), []
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 2)))  # whose state leaves out a part of its names
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 2)))  # its state drops a part of the names
     accelerator.register_save_state_pre_hook(
         lambda *_: seen.extend(each.detach().clone() for each in model.parameters())
     )

@@ -15,9 +15,9 @@ import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PYTHON, TORCHRUN = "python", "torchrun"
-GUESSING = 5.5  # the loss, in nats a byte, of one who knows nothing: ln 256
-# how it starts two ranks, its options for fewer steps, the middle of which is not the end of a round, and the packages
-# that it needs
+GUESSING = 5.5  # the loss, in nats per byte, of uniform guesses: ln 256
+# By script: how it starts two ranks, its options for fewer steps, whose middle is not the end of a round, and the
+# packages that it needs.
 SCRIPTS = {
     "raw_loop": (TORCHRUN, ("--steps", "8"), ()),
     "hf_trainer": (TORCHRUN, ("--steps", "8"), ("transformers", "accelerate")),
@@ -30,7 +30,7 @@ SCRIPTS = {
 
 
 def _run(name, folder, *options):
-    """What two ranks tell: the part of the steps that was done before, their last loss, and their fingerprint."""
+    """The reports of two ranks: the fraction of the steps done before, the last loss, and the fingerprint."""
     launcher, steps, _ = SCRIPTS[name]
     script, arguments = EXAMPLES / f"{name}.py", [*steps, "--out", str(folder / "out"), *options]
     if launcher == TORCHRUN:
@@ -44,7 +44,7 @@ def _run(name, folder, *options):
     assert "had not sent yet" not in done.stderr  # nobody loads another rank's state
     told = re.findall(r"steps (\d+) to (\d+):(?: loss ([\d.]+),)? fingerprint ([0-9a-f]{16})", done.stdout)
     if name == "ray_train":
-        told = list(set(told))  # Ray shows what workers print twice
+        told = list(set(told))  # Ray shows the workers' output twice
     assert len(told) == 2, done.stdout
     return [(int(first) / int(last), loss, fingerprint) for first, last, loss, fingerprint in told]
 
@@ -68,7 +68,7 @@ def test_examples_are_short_and_mark_the_lines_that_matter(path):
     assert re.findall(r"# <- (\d)", text) == ["1", "2"]
 
 
-#: What an example asks before it takes GPUs, and the answer on a machine with one, where two ranks cannot share it.
+#: An example's answer, on a machine with one GPU, to its question before it takes GPUs: two ranks cannot share one.
 WITH_ONE_GPU = {
     "fsdp2": "cpu", "hf_trainer": True, "hf_accelerate": True, "lightning_strategy": "cpu", "titan": True,
     "ray_train": False,

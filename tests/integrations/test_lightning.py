@@ -21,7 +21,7 @@ from demopt.integrations.lightning import DeMoStrategy
 
 @pytest.fixture(autouse=True)
 def _environment():
-    """Of one rank, which Lightning starts. It leaves LOCAL_RANK, by which Accelerate would think it was launched."""
+    """For one rank, which Lightning starts. It leaves LOCAL_RANK set: Accelerate would then think it was launched."""
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}):
         yield
     if dist.is_initialized():
@@ -29,7 +29,7 @@ def _environment():
 
 
 def trainer_of(**more):
-    """A trainer of one rank, which shows nothing."""
+    """A trainer with one rank and no output."""
     return lightning.Trainer(
         strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, **more,
@@ -65,7 +65,7 @@ def test_strategy_refuses_another_optimizer():
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_strategy_validates_and_saves_the_global_weights_between_rounds(tmp_path):
-    """One rank suffices: its local weights, too, differ from the global ones between rounds."""
+    """One rank suffices: even its local weights differ from the global ones between rounds."""
     seen = []
 
     class Module(Local):
@@ -96,9 +96,9 @@ def test_strategy_averages_the_global_weights_and_a_callback_ends_with_them():
     class Module(Local):
         def __init__(self):
             super().__init__()
-            self.register_buffer("levels", torch.ones(4, dtype=torch.int16))  # which gloo does not know
+            self.register_buffer("levels", torch.ones(4, dtype=torch.int16))  # gloo does not know this dtype
 
-        def get_extra_state(self):  # which is no tensor
+        def get_extra_state(self):  # an entry of the state that is no tensor
             return {}
 
         def on_train_batch_end(self, *_):
@@ -152,8 +152,8 @@ def test_strategy_validates_and_saves_weights_that_came_after_training(tmp_path)
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 @pytest.mark.parametrize("fails", ["training", "validation"])
 def test_strategy_leaves_nothing_of_a_fit_that_failed_for_the_next_one(fails):
-    """After one local step, which the failed fit neither shares nor sends any more."""
-    between = []  # the weights at the end of each batch, and at the begin of the next one
+    """After one local step, which the failed fit no longer shares or sends."""
+    between = []  # the weights at the end of each batch, and at the start of the next one
 
     class Module(Local):
         def training_step(self, rows, number):
@@ -207,7 +207,7 @@ def test_strategy_saves_the_optimizer_with_the_model_on_its_device_though_lightn
 
 
 def _clipped(precision, **settings):
-    """The change of a weight in one step with rate 1, whose gradient is clipped to a norm."""
+    """The norm of a weight's change in one step at rate 1, with its gradient clipped to a norm."""
 
     class Module(lightning.LightningModule):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Optimizers from PyPI inside LocalDeMo: each row of the table in docs/integrations.md, found out again."""
+"""Optimizers from PyPI inside LocalDeMo: each row of the table in docs/integrations.md, checked again."""
 
 import importlib.util
 import io
@@ -19,7 +19,7 @@ from demopt.runs.store import ObjectStore
 DRAWING = threading.Lock()
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 LR = {"Prodigy": 1.0}
-#: By module and class, how it is built where `(parameters, lr=)` does not do.
+#: By module and class, how to build those for which `(parameters, lr=)` does not suffice.
 SPECIAL = {
     "torch.optim.Muon": lambda kind, model: kind([model[0].weight, model[2].weight], lr=1e-2),
     "pytorch_optimizer.Muon": lambda kind, model: kind([{"params": [*model.parameters()], "use_muon": False}], lr=1e-2),
@@ -28,7 +28,7 @@ SPECIAL = {
     "pytorch_optimizer.Ranger21": lambda kind, model: kind(model.parameters(), num_iterations=100, lr=1e-2),
     "schedulefree.ScheduleFreeWrapper": lambda kind, model: kind(torch.optim.SGD(model.parameters(), lr=1e-2)),
 }
-#: Words of the table, by part of the error.
+#: The table's words for a refusal, by a part of the error.
 REASONS = {
     "whose train() and eval() switch": "two copies of the weights",
     "and no state by parameter": "wraps another optimizer",
@@ -53,7 +53,7 @@ def build(name, model):
     module, _, attribute = name.rpartition(".")
     found = importlib.import_module(module)
     if module == "heavyball":
-        found.utils.compile_mode = None  # its steps are compiled otherwise, which takes minutes
+        found.utils.compile_mode = None  # otherwise its steps are compiled, which takes minutes
     kind = getattr(found, attribute)
     if name in SPECIAL:
         return SPECIAL[name](kind, model)
@@ -61,7 +61,7 @@ def build(name, model):
 
 
 def wrapped(name, group, seed=0):
-    with DRAWING:  # the seed is that of the whole process, and ranks are threads
+    with DRAWING:  # the seed is the whole process's, and ranks are threads
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
     return model, LocalDeMo(build(name, model), sync_every=2, process_group=group)

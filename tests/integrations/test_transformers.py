@@ -61,11 +61,11 @@ def _model():
 @pytest.mark.parametrize("over_all_ranks", [True, False])
 @ranks.each(2)
 def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(rank, over_all_ranks, tmp_path):
-    """In a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
+    """In one step: DeMo without momentum sends all gradients as they are, and takes their mean."""
     tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[:, 0] = -100  # nothing predicts it
-    for row, known in enumerate((2, 7, 12, 16)):  # unequally many tokens have a label
+    for row, known in enumerate((2, 7, 12, 16)):  # the rows have different numbers of labels
         labels[row, known:] = -100
     rows = [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]
     expected = _model()
@@ -90,7 +90,7 @@ def _sum(tensors):
     return sum(tensor.detach().double().sum().item() for tensor in tensors)
 
 
-@pytest.mark.parametrize("strategy", ["steps", "best", "on_step_end", "on_log"])  # of saving, or a hook
+@pytest.mark.parametrize("strategy", ["steps", "best", "on_step_end", "on_log"])  # save_strategy, or the deciding hook
 @ranks.each(2)
 def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, strategy, tmp_path):
     seen, exported = [], []  # sums of weights, at each evaluation and at the ends of training
@@ -150,7 +150,7 @@ def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(rank, str
 
 
 class _Rated(Trainer):
-    """A Trainer whose loss has a parameter of its own, as some of sentence-transformers have."""
+    """A Trainer whose loss has a parameter of its own, as some in sentence-transformers do."""
 
     def __init__(self, model, *given, **named):
         super().__init__(model, *given, **named)
@@ -265,7 +265,7 @@ def _local_demo(model):
 
 
 @pytest.mark.parametrize("kind", [_demo, _local_demo])
-@pytest.mark.parametrize("first_is_best", [True, False])  # then rank 1 has its folder, without weights, or none
+@pytest.mark.parametrize("first_is_best", [True, False])  # then rank 1 has its folder without weights, or no folder
 @ranks.each(2)
 def test_best_checkpoint_of_one_machine_is_loaded_on_all(rank, kind, first_is_best, tmp_path):
     with accelerate_rank(rank, 2), warnings.catch_warnings():
@@ -288,7 +288,7 @@ def test_optimizer_of_each_node_is_saved_with_all_ranks_states_at_once_also_in_a
     other = TrainerCallback()
     other.on_save = lambda *_, **__: seen.append(torch.load(checkpoint / "optimizer.pt"))
     nodes = mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    found = mock.patch.object(transformers.integrations, "hp_params", return_value={})  # which imports optuna
+    found = mock.patch.object(transformers.integrations, "hp_params", return_value={})  # the real one imports optuna
     with accelerate_rank(rank, 2), nodes, found, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "rank . received")
         trainer = _trainer(tmp_path, rank, _local_demo, [other], save_on_each_node=True)

@@ -1,4 +1,4 @@
-"""The laboratory's commands: compare, from the tuning rule to the report; gpu, which needs none here; bench."""
+"""The laboratory's commands: compare, from the tuning rule to the report; gpu, here without a GPU; bench."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def row(run, loss):
 
 
 def carry_on(chosen, loss):
-    """All runs of a plan, whose losses are `loss(lr)`: rows, and runs in the order of their doing."""
+    """All runs of a plan, with losses `loss(lr)`: the rows, and the runs in the order in which they were done."""
     rows, done = {}, []
     while todo := missing(chosen, rows):
         done += todo

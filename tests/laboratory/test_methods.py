@@ -133,7 +133,7 @@ def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_w
 
 @pytest.mark.parametrize("name", METHODS)
 def test_clip_limits_every_method(name):
-    """Where workers do not clip, the method does: a gradient a million times as large changes nothing more."""
+    """Where workers do not clip, the method does: a gradient a million times as large makes no large step."""
     matrix, method = start(METHODS[name], clip=1.0, **({"every": 1} if name == "muloco" else {}))
     huge = [1e6 * gradient for gradient in GRADIENTS[0]]
     if method.clips_workers:
@@ -174,7 +174,7 @@ def network():
 
 
 def compute_gradients(model, step, rank):
-    """Of its own data."""
+    """From the rank's own data."""
     model.zero_grad()
     inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
     model(inputs).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Machines in network namespaces: links carry what they say, and nothing is left behind. Takes root."""
+"""Machines in network namespaces: links are as slow as they say, and nothing is left behind. Needs root."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ from laboratory.network.scenario import Scenario, run
 
 pytestmark = pytest.mark.usefixtures("root")
 
-MESSAGE = 60_000  # bytes; at 2 Mbit/s they take a quarter of a second, of which a burst may hide a fiftieth
+MESSAGE = 60_000  # bytes; at 2 Mbit/s they take a quarter of a second, of which a burst (4 kB) may hide a fifteenth
 
-# Machine 0 takes a connection on each link; machine 1 times a message and its one byte of answer.
+# Machine 0 accepts a connection on each link; machine 1 times a message and its one-byte answer.
 TALK = f"""
 import os, socket, sys, time
 rank, address = os.environ["RANK"], (os.environ["MASTER_ADDR"], 29700)
@@ -39,7 +39,7 @@ for link in sys.stdin:
     print(time.perf_counter() - began, flush=True)
 """
 
-# This machine's name, and those that answer: with a refusal, where a silent network gives none.
+# Prints this machine's name, and those of machines that answer: by a refusal, which a silent network does not give.
 REACH = """
 import json, socket, sys
 sys.stdin.readline()

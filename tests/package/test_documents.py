@@ -1,4 +1,4 @@
-"""Commands, code, links, scripts, drawings, errors and the notebook of the documents are as the code is."""
+"""The documents' commands, code, links, scripts, drawings, errors and notebook agree with the code."""
 
 import ast
 import importlib.util
@@ -53,7 +53,7 @@ def commands(text):
 
 
 def sections(text):
-    """The names by which links reach the headings of a document."""
+    """The anchors of a document's headings."""
     headings = re.findall(r"^#+ (.+)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
@@ -146,7 +146,7 @@ OF_TORCH = ("environment variable RANK", "TCP client failed", "Failed to recv", 
 
 
 def _literals():
-    """All texts of the code; what an f-string fills in is a gap."""
+    """All string literals of the code, with a gap for each value in an f-string."""
     found = []
     for file in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -253,7 +253,7 @@ def test_folder_snippet_runs(tmp_path):
 
 
 def run_notebook(path, **settings):
-    """Runs the cells; `settings` replace what a cell sets, "!" lines run as `demopt`, in short; pip is left out."""
+    """Runs the cells; `settings` replace a cell's values, "!" lines run as short `demopt` runs; pip is left out."""
     names = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
@@ -293,7 +293,7 @@ def test_first_run_notebook_shows_fewer_bytes(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_scripts_meet_at_the_first_machine(tmp_path, script, told):
-    """srun runs its command, scontrol knows two nodes, and torchrun says what it was given."""
+    """srun runs its command, scontrol knows two nodes, and torchrun prints its arguments."""
     programs = {
         "torchrun": '#!/bin/bash\necho "$@"\n',
         "srun": '#!/bin/bash\nexec "$@"\n',

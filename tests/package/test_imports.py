@@ -70,7 +70,7 @@ def test_public_names_are_imported_when_they_are_used_and_listed_before():
 
 
 def test_nothing_that_is_received_is_unpickled():
-    """One unpickler, of `checkpoint.py`, which knows DCP's records; and `torch.load` reads weights only."""
+    """The one unpickler, in `checkpoint.py`, knows only DCP's records; and `torch.load` reads weights only."""
     for file in (Path(__file__).parents[2] / "src").rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Call):

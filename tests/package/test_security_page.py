@@ -1,4 +1,4 @@
-"""Every sentence of SECURITY.md, and the tests that hold it; its table, by the program that measured it."""
+"""Every sentence of SECURITY.md has tests that hold it; the program that measured its table measures it again."""
 
 import re
 from pathlib import Path
@@ -45,7 +45,7 @@ PLACE = "`tests/package/test_security_page.py` names"
 
 
 def _sentences():
-    """All of the page: of its paragraphs, lists and tables' rows; no titles."""
+    """All sentences of the page: its paragraphs, lists and table rows, without titles."""
     text = re.sub(r"^- (\*\*.*?\*\* )?", "\n\n", PAGE, flags=re.MULTILINE)
     parts = [part for part in re.split(r"\n\n+|\n(?=\|)", text) if part.strip() and not part.startswith(("#", "|---"))]
     found = [re.split(r"(?<=\.) (?=[A-Z`])", " ".join(part.split())) for part in parts]
@@ -73,7 +73,7 @@ ATTACKS = ("none", "flip", "samples", "random", "majority", "part", "contested",
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("attack", "row"), list(zip(ATTACKS, ROWS, strict=True)), ids=ATTACKS)
 def test_attack_costs_what_the_page_says(attack, row):
-    """And none costs a protected run .1 nats."""
+    """And no attack costs a protected run .1 nats."""
     torch.set_num_threads(1)
     for clip, told in zip((False, True), map(float, row), strict=True):
         found = final_loss(attack, clip, workers=4, liars=1, rounds=60, seed=0)

@@ -1,4 +1,4 @@
-"""The wheel installs and runs with compiled kernels where there is no compiler; the source distribution with either."""
+"""The wheel installs and runs with kernels where no compiler is; the source distribution builds with and without."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ print(shutil.which("cc"), library() is not None, chunk_group.kernel is not None,
 
 
 def succeed(command, folder, path, **env):
-    """Runs a command that sees no other programs than those on this PATH, and nothing of this environment but `env`."""
+    """Runs a command that sees only the programs on this PATH, and only `env` instead of this environment."""
     env |= {"PATH": path, "HOME": str(folder)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def succeed(command, folder, path, **env):
 
 
 def build(source, target, out, path, **env):
-    """What hatchling builds of a source tree, and what it says."""
+    """The file that hatchling builds from a source tree, and hatchling's output."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
     said = succeed(command, source, path, **env)
     (made,) = out.iterdir()
@@ -110,7 +110,7 @@ def test_wheel_depends_on_neither_pythons_version_nor_a_recent_glibc(wheel, tmp_
 
 
 def test_wheel_steps_with_compiled_kernels_where_no_compiler_is(wheel, tmp_path):
-    """torch alone comes from the environment of the tests."""
+    """Only torch comes from the tests' environment."""
     bare = tmp_path / "bare"
     venv.EnvBuilder(symlinks=True).create(bare)
     python = str(bare / "bin" / "python")

@@ -67,7 +67,7 @@ def _sequence(group):
 @pytest.mark.parametrize("kind", ["LocalDeMo", "LocalDeMo, delay"])
 @ranks.each(4)
 def test_shards_have_the_same_bits_with_the_state_on_the_host(rank, kind, recipe):
-    """Where parameters count as those of an accelerator."""
+    """With parameters treated as an accelerator's."""
     with mock.patch.object(LocalWeights, "_is_here", return_value=False):
         on_host = _run(rank, f"{kind}, host", recipe)
     assert on_host == _run(rank, kind, recipe)
@@ -92,7 +92,7 @@ def _run(rank, kind, recipe):
         inputs = problems.draw((64, 16), *seeds)
         return (model(inputs) - (inputs @ teacher).tanh()).square().mean()
 
-    # ranks that cut the same layer see the same data
+    # ranks that hold parts of the same tensor-parallel layer see the same data
     reader = rank if recipe in ("FSDP2", "HSDP") else mesh.get_local_rank("replicate")
     between = [dist.group.WORLD, mesh["replicate"].get_group()]
     between_replicas, sent = [], []
@@ -134,10 +134,10 @@ def test_forward_passes_of_shards_see_weights_that_came_after_another_one(rank, 
     fully_shard(model, mesh=mesh["shard"])
     kind = "DeMo" if "DeMo" in how else "LocalDeMo"
     optimizer = problems.optimizer_of(kind, model.parameters(), process_group=mesh["replicate"])
-    weights, inputs = [*model.parameters()], problems.draw((8, 16), 99)  # later some are whole ones
+    weights, inputs = [*model.parameters()], problems.draw((8, 16), 99)  # taken now: later some are whole
 
     def check():
-        """Compares the model's pass with that of one which was never sharded."""
+        """Compares the model's pass with that of a model that was never sharded."""
         plain = make()
         for whole, weight in zip(plain.parameters(), weights, strict=True):
             whole.data = weight.detach().full_tensor()
@@ -170,7 +170,7 @@ def test_forward_passes_of_shards_see_weights_that_came_after_another_one(rank, 
 
 
 def test_example_of_fsdp2_trains_on_two_nodes_of_two_ranks():
-    """As its first lines say to run it."""
+    """Run as its first lines say."""
     done = forked.torchrun(EXAMPLE, "--nodes", "2", "--steps", "20", ranks=4, cwd=Path.cwd())
     lines = re.findall(r"loss ([0-9.]+), ([0-9,]+) bytes sent; the gradient of a shard has ([0-9,]+)", done.stdout)
     assert len(lines) == 2, done.stdout
@@ -187,7 +187,7 @@ def block():
     return nn.Sequential(OrderedDict(layers))
 
 
-#: Of the block over the ranks of one dimension of a mesh: `norm` is replicated, and its gradients are Partial.
+#: The block's plan over one dimension of a mesh: `norm` is replicated, and its gradients are Partial.
 SEQUENCE_PARALLEL = {
     "norm": SequenceParallel(),
     "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -329,7 +329,7 @@ def test_muon_adamw_trains_a_model_of_which_tensor_parallelism_cuts_a_part():
 
 
 def _file(rank, world_size, folder, save):
-    """Trains a sharded layer and saves a file per rank, or goes on from `reshard` of those of another world."""
+    """Trains a sharded layer and saves a file per rank, or goes on from the resharded files of more or fewer nodes."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])

@@ -1,4 +1,4 @@
-"""demopt.unsync: dense gradients no longer travel between replicas, and gradients are those of this replica alone."""
+"""demopt.unsync: dense gradients no longer travel between replicas, and each replica has only its own."""
 
 import contextlib
 import warnings
@@ -32,10 +32,10 @@ def backward(model, *seeds):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of torch.distributed under it by name, those that DDP and FSDP2 start in C++ among them.
+    """Counts the collectives of torch.distributed inside it by name, including those that DDP and FSDP2 start in C++.
 
-    torch's profiler would do it too, but it ends the process now and then: DDP waits for the future of an all-reduce,
-    and gloo's thread closes the profiler's event after that.
+    torch's profiler could do so too, but it sometimes crashes the process: DDP waits for the future of an all-reduce,
+    and gloo's thread closes the profiler's event only after that.
     """
 
     def __init__(self):
@@ -102,7 +102,7 @@ def _options(rank, how, loop, kind):
             if wrapped and loop == "the flag":
                 model.require_backward_grad_sync = part == 1
             if step == 1:
-                mode.found.clear()  # once, DDP agrees on its buckets
+                mode.found.clear()  # DDP's agreement on its buckets, which comes once
             with (
                 mode if step else contextlib.nullcontext(),
                 model.no_sync() if quiet else contextlib.nullcontext(),
@@ -134,7 +134,7 @@ def _options(rank, how, loop, kind):
 @ranks.each(2)
 def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(rank, how, loop, kind):
     plain, _ = _options(rank, None, loop, kind)
-    bits_of_unused = 5 * ((how, loop) == ("unused parameters", "the flag"))  # DDP's, one a parameter, in each step
+    bits_of_unused = 5 * ((how, loop) == ("unused parameters", "the flag"))  # DDP's, one per parameter, in each step
     assert _options(rank, how, loop, kind) == (plain, bits_of_unused)
     return plain
 
@@ -166,7 +166,7 @@ HOOK = "this DistributedDataParallel has a communication hook already, which wou
 @pytest.mark.parametrize(("kind", "says"), [("replicate", REFUSED), ("replicate of FSDP2", REFUSED), ("a hook", HOOK)])
 @ranks.each(1)
 def test_unsync_refuses_what_it_cannot_change(kind, says):
-    """In the second half of a model; of replicate, before anything has changed."""
+    """In the second half of a model; for replicate, it refuses before anything has changed."""
     mesh, half = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",)), make()
     if kind == "a hook":
         half = DistributedDataParallel(half)

@@ -1,4 +1,4 @@
-"""`demopt plan`: tables, verdicts, mistakes; its costs are those of real ranks, and of what the laboratory measured."""
+"""`demopt plan`: tables, verdicts, mistakes; its costs match those of real ranks, and the laboratory's measurements."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def test_config_of_a_run_gives_both_optimizers_their_settings(command, monkeypat
         assert told in shown
     assert "--lora needs a model" in command("plan", "--config", file, "--lora", 4, code=2)
     assert "a round every 3 steps" in command("plan", "--config", file, "--workers", 2, "--sync-every", 3)
-    example = Path(__file__).parents[2] / "examples" / "demo-300m.json"  # in DeMo's float32
+    example = Path(__file__).parents[2] / "examples" / "demo-300m.json"  # its DeMo sends float32
     assert "LocalDeMo: signs of all," in command("plan", "--config", example, "--workers", 2)
 
 
@@ -136,7 +136,7 @@ def counted(exchange, kind, values):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("values", ["sign", "2-bit", "float32"])
-@pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # DeMo takes gather, and owner
+@pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # all by gather: owner needs more ranks
 def test_costs_are_what_real_ranks_send(way, values, world_size):
     settings, (method, _, update) = {"values": values, "top_k": 24}, way.partition(" ")
     few = "few", torch.nn.ParameterList(problems.parameters(problems.FEW)), sum(map(math.prod, problems.FEW))
@@ -151,13 +151,13 @@ def test_plan_of_a_large_model_allocates_nothing():
     plan = plan_of(of_count("10B"), 1024)
     assert plan.memory["DeMo"]["demopt"] == pytest.approx(4e10, rel=1e-5)
     assert plan.kept["DeMo"] == 32 * math.ceil(1e10 / 4096)
-    assert torch.empty(0).device.type == "cpu"  # the meta device was no default
+    assert torch.empty(0).device.type == "cpu"  # the meta device is not left as the default
 
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "laboratory" / "results"
-# Share of a step that computes, in %, of DiLoCo with 4 workers over nccl, 30,846,720 parameters in float32, 26.5 ms of
-# computing per step: README.md of github.com/Adnan082/diloco-measured at 07b7885 (medians of three).
+# Computing's share of a step of DiLoCo, in %: 4 workers over nccl, 30,846,720 parameters in float32, 26.5 ms of
+# computing per step. Source: README.md of github.com/Adnan082/diloco-measured at 07b7885 (medians of three).
 GRID_MBIT = (50, 200, 1000, 5000)
 GRID = {
     1: (0.07, 0.32, 1.74, 7.76),

@@ -25,13 +25,13 @@ from demopt.train.team import Team, stop_on_signals
 
 
 def last_of(out):
-    """What is known of a run's newest checkpoint."""
+    """The record of a run's newest checkpoint."""
     return checkpoint.read(checkpoint.whole(OutFolder(out).checkpoints)[-1])
 
 
 @pytest.mark.parametrize("case", ["adamw", "local", "delay"])
 def test_run_killed_after_step_11_resumes_bit_for_bit(case, runs, tmp_path):
-    """local and delay: from step 9, between two rounds, with delay after the one in flight."""
+    """From step 9: local is between two rounds; with delay, the save has ended the round in flight."""
     resume_as(runs(case)[0], as_killed(runs(case)[0], tmp_path / "run"))
 
 
@@ -52,8 +52,8 @@ def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for
 def test_stop_file_that_comes_while_the_workers_start_ends_the_run_after_a_step(tmp_path, finished, monkeypatch):
     out = as_killed(finished[0], tmp_path / "run")
     (out / "stop").touch()
-    os.utime(out / "stop", (1, 1))  # one of before
-    monkeypatch.setattr("demopt.cli.printable", lambda text: (out / "stop").touch() or text)  # of the first line
+    os.utime(out / "stop", (1, 1))  # from before the command
+    monkeypatch.setattr("demopt.cli.printable", lambda text: (out / "stop").touch() or text)  # with the first line
     told = forked.demopt("train", "--resume", "--out", out, codes=(130,)).stderr
     assert "stopped after step 10 of 12, saved" in told
 
@@ -84,7 +84,7 @@ def test_only_ctrl_c_stops_at_once_what_is_stopping(monkeypatch):
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(team, "tell", told.append)
     with stop_on_signals() as received:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):  # torchrun passes on what its ranks get, too
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):  # torchrun passes on its ranks' signals, too
             signal.raise_signal(number)
         assert (len(received), ended) == (3, [])
         signal.raise_signal(signal.SIGINT)
@@ -122,7 +122,7 @@ def test_second_signal_stops_at_once(tmp_path, text):
 def test_resume_with_other_workers_goes_on_and_counts_all_tokens(case, workers, runs, tmp_path):
     out = as_killed(runs(case)[0], tmp_path / "run")
     before = last_of(out)
-    each = 2 * 32 * (2 if case == "adamw" else 1)  # of a worker in a step, which AdamW takes in two passes
+    each = 2 * 32 * (2 if case == "adamw" else 1)  # per worker and step, which AdamW takes in two passes
     assert (before.settings["workers"], before.tokens) == (2, before.step * 2 * each)
     done = train_runs.resume(out, "--workers", workers)
     assert f"workers: 2 until now, {workers} from here; a step takes" in done.stdout
@@ -208,7 +208,7 @@ def apart(work, *args):
 
 
 def save_and_die(out, number):
-    """Save step 3, and die at change number `number` of a folder, or opening of a file to write."""
+    """Save step 3, but die at change number `number`: a change of a folder, or the opening of a file to write."""
     changes = itertools.count()
 
     def hook(event, arguments):

@@ -153,7 +153,7 @@ def test_defaults_depend_on_optimizer_and_update(given, update, momentum, lr):
 
 def test_defaults_are_those_of_the_library():
     local = {name for name, about in SETTINGS.items() if about["fits"] == ("local",)}
-    shared = (*local - {"global_batch"}, "top_k")  # that one is the trainer's
+    shared = (*local - {"global_batch"}, "top_k")  # global_batch is the trainer's
     for kind, optimizer, names in (("local", LocalDeMo, shared), ("demo", DeMo, ["top_k"])):
         ours, library = resolve(TrainConfig(optimizer=kind)).record(), inspect.signature(optimizer).parameters
         assert {name: ours[name] for name in names} == {name: library[name].default for name in names}
@@ -434,7 +434,7 @@ def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_rea
     refuse_if_too_large(small, cpu, 2)
     with pytest.raises(InputError, match=r"activations 838.4 GB; .* take a smaller model, a smaller --batch"):
         refuse_if_too_large(replace(small, batch=10**6), cpu, 1)
-    refuse_if_too_large(replace(small, batch=1, sequence=1 << 16), cpu, 1)  # .9 GB, and 34 with a mask that none needs
+    refuse_if_too_large(replace(small, batch=1, sequence=1 << 16), cpu, 1)  # .9 GB; 34 with a mask, which none needs
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**40, "SC_PAGE_SIZE": 4096}.get)
     with pytest.raises(InputError, match=r"a message would have .* bytes"):
         refuse_if_too_large(replace(config, width=32768, mlp=131072), cpu, 1)

@@ -1,4 +1,4 @@
-"""Tokens, the split, batches by seed, step and rank alone; epochs, each sequence once; and parts by speed."""
+"""Tokens, the split, batches that depend only on seed, step and rank; epochs, each sequence once; parts by speed."""
 
 import errno
 import hashlib
@@ -91,7 +91,7 @@ def test_validation_has_a_fifth_of_its_fraction_at_least_where_some_documents_ar
     assert sorted(map(len, val)) == [9] * 11 + [9000]
     assert sorted(map(len, train)) == [9000] * 10
     train, val = data.split([data.Chat(text) for text in books[:2] + notes], 0.05)
-    assert sorted(map(len, train)) == [9000] * 2  # not as much of them as there is to train on
+    assert sorted(map(len, train)) == [9000] * 2  # neither validates: as much would validate as train
 
 
 def test_files_that_are_mixed_are_all_in_both_parts(tmp_path, text):
@@ -203,7 +203,7 @@ def test_part_of_data_that_cannot_be_read_is_told_and_not_left_out(call, name, t
             raise PermissionError(errno.EACCES, "Permission denied", str(place))
         return real(place, *given, **more)
 
-    real, of_root = getattr(os, call), name == "lost+found"  # of the file system, without text
+    real, of_root = getattr(os, call), name == "lost+found"  # the file system's own, without text
     (tmp_path / "text.txt").write_text("some words " * 99)
     if call == "scandir":
         (tmp_path / name).mkdir()
@@ -318,7 +318,7 @@ EPOCHS = resolve(TrainConfig(preset="tiny", sequence=8, epochs=2))
 
 
 def _corpus(number):
-    """Tokens that say their own place, in two rows, of which each has a rest that fills no sequence."""
+    """Tokens whose values are their places, in two rows, each with a rest that fills no sequence."""
     cut = 8 * (number // 3) + 4
     rows = (np.arange(cut), np.arange(cut - 4, 8 * number + 3))
     return Corpus(Tokens(rows), Tokens(rows), 9999, "", None)
@@ -327,7 +327,7 @@ def _corpus(number):
 @hypothesis.given(st.randoms(use_true_random=True))
 @hypothesis.settings(max_examples=200)
 def test_every_sequence_is_read_once_per_epoch_by_ranks_whose_number_changes(draw):
-    """And so do their speeds."""
+    """The ranks' speeds change, too."""
     number, epochs = draw.randint(3, 60), draw.randint(1, 3)
     whole = draw.choice([None, draw.randint(1, 9)])
     config = replace(EPOCHS, epochs=epochs, global_batch=whole, accumulate=1 if whole else draw.randint(1, 2))

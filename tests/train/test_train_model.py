@@ -1,4 +1,4 @@
-"""Training goes on from a model on disk, all of it or adapters, on answers only, with a word on what is missing."""
+"""Training goes on from a model on disk, all of it or adapters, on answers only; missing parts are named."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from demopt.train.method import activations_of
 from demopt.train.model import begin, save
 from models import save_chats, save_tiny
 
-# Of the two workers of each run.
+# For the two workers of each run.
 FLAGS = """
 --sequence 32 --batch 2 --warmup 3 --eval-every 4 --eval-sequences 6 --workers 2 --save-every 3 --threads 1 --lr .01
 """
@@ -211,7 +211,7 @@ def test_model_that_cannot_be_trained_so_is_refused_before_it_trains(kind, setti
 
 
 def test_model_with_fewer_rows_than_tokens_is_refused(base):
-    """As one of images and text may be, whose config.json leaves out its vocabulary."""
+    """A model of images and text may be such a one: its config.json leaves out the vocabulary."""
     config = resolve(TrainConfig(model=str(base)))
     with pytest.raises(InputError, match="its embedding has 256 rows, and the tokens need 300; give its own tokenizer"):
         begin(replace(config, vocab_size=300))
@@ -262,7 +262,7 @@ def test_only_answers_are_targets_and_windows_begin_with_conversations(base, cha
     answers = tokenizer.decode(window[window >= 0])
     assert answers.startswith(f"{whole.split('<assistant>')[1].split('</>')[0]}</>\nYes.</>")
     assert "Sure" not in answers
-    assert len(corpus.train.window(corpus.train.windows(65) - 1, 65)) == 65  # goes on at the row's begin
+    assert len(corpus.train.window(corpus.train.windows(65) - 1, 65)) == 65  # wraps around to the row's start
     assert f"tokens in {corpus.train.windows(65)} windows of conversations" in corpus.about
 
 

@@ -186,7 +186,7 @@ def test_pipe_gets_a_line_per_ten_seconds_and_of_first_last_and_evaluated_steps(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 101/800  loss 0.059  10,240 tok/s  9.5 kB/step"
     assert "step 150/800  loss 0.040  val 1.250  5 min left  10,240 tok/s  9.5 kB/step" in lines
-    assert len(lines) == 2 + 15  # 150 seconds, one of them in step 150
+    assert len(lines) == 2 + 15  # in 150 seconds; step 150's is one of these
     assert lines[-1].endswith("kB/step  3 workers  round 40")
     assert not any("left" in line for line in lines if int(line.split()[1].partition("/")[0]) < 110)
 

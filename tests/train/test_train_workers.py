@@ -24,7 +24,7 @@ from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.launch import explain
 from demopt.train.out import OutFolder
 
-# The one that is told, of these failures: (exit code, error, time) of each rank.
+# Failures of ranks, as (exit code, error, time); of several, one is told.
 KILLED = (-signal.SIGKILL, None, 5)
 ENDED = (-signal.SIGTERM, None, 1)  # by torch's launcher
 GLOO = (1, "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer", 1)
@@ -231,7 +231,7 @@ def test_stopped_run_of_several_machines_goes_on_by_the_same_commands(tmp_path, 
 
 
 def test_connected_workers_share_the_global_batch(tmp_path, text):
-    """The parts of a step add up on every rank's own count, and the run ends with one model."""
+    """The parts of a step add up by every rank's own count, and the run ends with one model."""
     train_runs.here(tmp_path / "run", text, "--optimizer", "local", "--global-batch", 5, "--sync-every", 2)
     rows = metrics(tmp_path / "run")
     assert [row["tokens"] for row in rows] == [5 * 32 * row["step"] for row in rows]

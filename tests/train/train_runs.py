@@ -58,7 +58,7 @@ def once(tmp_path_factory, name, make):
 
 
 def as_killed(finished, out, last=STEPS):
-    """What the finished run had left if all its processes had been killed before its last step, not saved yet."""
+    """The finished run, copied as if all its processes had been killed before its last step, which is not saved."""
     shutil.copytree(finished, out)
     for place in (f"checkpoints/step-{last:08d}", "model"):
         shutil.rmtree(out / place)
@@ -72,8 +72,8 @@ def start(out, text, *more, **how):
     return subprocess.Popen(arguments(out, text, *more), **{**pipes, **how})
 
 
-# Python imports a module of the name sitecustomize in every process that finds it: a rank does something before a step
-# of its first start.
+# Python imports a module named sitecustomize in every process that finds one: with this one a rank runs an action
+# before a step of its first start.
 AT_STEP = """
 import os, signal, sys, time
 from pathlib import Path
@@ -94,7 +94,7 @@ if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{
 
 
 def at_step(step, rank, action, folder):
-    """The environment of a run in which a rank does something at a step; its module is in `folder`."""
+    """The environment of a run in which a rank runs `action` before a step; its module is in `folder`."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(AT_STEP.format(step=step, rank=rank, action=action))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
@@ -128,7 +128,7 @@ def assert_same(out, reference):
 
 
 def timeless(rows):
-    """Rows without what differs from run to run: the clock, and the handshake that each start sends once."""
+    """Rows without the values that differ from run to run: times, and bytes, as each start sends a handshake."""
     clock = ("_seconds", "sent_bytes", "received_bytes")
     return [{name: value for name, value in row.items() if not name.endswith(clock)} for row in rows]
 

@@ -38,11 +38,11 @@ def adamw_maker(weight_decay: float = 0.1) -> Maker:
     return lambda model: [torch.optim.AdamW(model.parameters(), lr=1.0, betas=BETAS, weight_decay=weight_decay)]
 
 
-#: The optimizers: of the mean gradient in data-parallel training, or of a worker's in local steps.
+#: By name, for the mean gradient in data-parallel training, or for a worker's own in local steps.
 MAKERS: dict[str, Callable[..., Maker]] = {"muon": muon_maker, "adamw": adamw_maker}
 
 
 def maker_of(name: str, settings: dict[str, Any]) -> Maker:
-    """Returns the maker of a name, with its own of a method's settings, which leave these."""
+    """Returns the maker of this name, made with its own settings; removes these from a method's."""
     own = ("momentum", "weight_decay", "beta2")
     return MAKERS[name](**{each: settings.pop(each) for each in own if each in settings})

@@ -8,7 +8,7 @@ from laboratory.simulation.workers import SimulatedWorkers
 
 
 def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> LocalDeMoWorkers:
-    """LocalDeMo around an optimizer of `averaged.MAKERS`; `settings` are its keywords, or of the optimizer's maker."""
+    """LocalDeMo around an optimizer of `averaged.MAKERS`; `settings` are its keywords, or the maker's."""
     return LocalDeMoWorkers(workers, maker_of(inner, settings), **settings)
 
 

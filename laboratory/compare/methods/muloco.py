@@ -19,7 +19,7 @@ class MuLoCoRank:
     """A rank: Muon inside; every `every` steps SGD with Nesterov momentum takes the mean pseudo-gradient, in 2 bits.
 
     With error feedback: e <- b e + pseudo-gradient; e <- e - sent. The quantiser is that of MuLoCo's code. A message
-    travels packed, in one all_gather; counted are the published bytes.
+    travels packed, in one all_gather; its bytes are counted as published.
 
     Examples:
         >>> rank = MuLoCoRank(nn.Linear(16, 15), demopt.exchange.SingleRank(), every=10)
