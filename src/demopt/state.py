@@ -338,10 +338,10 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
     """
     exchange, wiring = replicator.session.exchange, replicator.wiring()
     check_rank("to", to, exchange.world_size)
+    file = io.BytesIO()
+    torch.save(_own_entries(state), file)  # before the others wait: it may fail on this rank alone
     exchange.await_all("consolidate_state_dict()")
     moved_before = exchange.sent_bytes + exchange.received_bytes
-    file = io.BytesIO()
-    torch.save(_own_entries(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     facts = torch.tensor([len(mine), int(replicator.round_number)], device="cpu").view(torch.uint8).to(wiring.device)
     lengths, rounds = exchange.all_gather(facts).cpu().contiguous().view(torch.int64).T.tolist()
@@ -568,7 +568,7 @@ def _without_owner(saved: SavedParameter, old_size: int) -> SavedParameter:
     if OWNER_ERROR not in saved.ours:
         return saved
     ours = {**saved.ours, "momentum": saved.ours["momentum"].clone()}
-    add_owner_error(ours, ours["momentum"], old_size)
+    add_owner_error(ours, ours["momentum"], mean_over=old_size)
     del ours[OWNER_ERROR], ours[OWNER_START]
     return replace(saved, ours=ours)
 

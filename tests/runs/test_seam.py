@@ -17,6 +17,7 @@ from workers import Counter, Worker, at_first, counters, joined, replayed, round
 import forked
 from demopt import FolderExchange
 from demopt.errors import ExchangeError, SettingsError
+from demopt.replicator.rounds import join_results
 from demopt.runs import log
 from demopt.runs.open_round import OpenRound
 from demopt.runs.store import ObjectStore
@@ -363,3 +364,12 @@ def test_stats_have_the_bytes_of_a_catch_up_that_an_error_has_ended_before(store
     before = slow.run.received_bytes
     slow.round()
     assert slow.optimizer.stats.received_bytes == slow.run.received_bytes - before > 0
+
+
+def test_stats_after_a_catch_up_say_whether_the_own_round_was_skipped(store):
+    slow, quick = joined(store)
+    quick.round(2)
+    slow.round()
+    replicator = slow.optimizer.replicator
+    replicator.apply_missed(join_results(replicator.wiring(), []), 0)  # a round that moved nothing
+    assert not slow.optimizer.stats.skipped

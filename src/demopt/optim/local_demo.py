@@ -703,16 +703,15 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check, also of parameters that were frozen, which `saved_of` lacks. From here on all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
+            self.replicator.forget()
             self._follow_changes(saved_of)  # groups may have been added
-            self._weights.move()  # also with a round in flight, which loading forgets
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
-            self._weights.restore({local: saved.ours for local, saved in saved_of.items()})
+            ours_of = {local: saved.ours for local, saved in saved_of.items()}
+            self._weights.restore(ours_of, may_change=folder is None)  # otherwise they are a run's
             self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
             self._is_trained = self._is_trained or self.local_steps > 0
             self._rounds.restore(folder)
-            if folder is not None:
-                self._weights.begin()  # they are the run's
         if lacks:
             warn(lacks)
 

@@ -342,8 +342,12 @@ class LocalWeights(Follower):
             kept["start"] = self.start_of[local]
         return kept
 
-    def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Restores the results of `to_save`, by parameter; others, frozen in that state, take the model's weights."""
+    def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]], may_change: bool = True) -> None:
+        """Restores the results of `to_save`, by parameter; others, frozen in that state, take the model's weights.
+
+        `may_change`: weights may still be loaded into the model, if this state, as Accelerate's `prepare` loads one,
+        changes nothing.
+        """
         self.notice_loaded()
         before = self._hash_of_global() if self.untouched else None
         self.start_of, self._left = {}, None
@@ -355,9 +359,8 @@ class LocalWeights(Follower):
             if "start" in entry:
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
                 self._copy([(entry["start"], self.start_of[local])])
-        # After a state that changes nothing, as Accelerate's `prepare` loads, the model may still load weights.
         has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())
-        self.untouched = self.untouched and not has_trained and self._hash_of_global() == before
+        self.untouched = self.untouched and may_change and not has_trained and self._hash_of_global() == before
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         if local not in self.start_of:  # D counts from the global weights, rounded as the local ones are

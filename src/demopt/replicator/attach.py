@@ -76,7 +76,7 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
         own = owned.get(parameter, {})
         kept = bool(own) and _owned_before(entry, own, rank_and_size)
         if OWNER_ERROR in entry and not kept:
-            add_owner_error(entry, state[parameter]["momentum"], rank_and_size[1])
+            add_owner_error(entry, state[parameter]["momentum"], mean_over=rank_and_size[1])
         if own:
             _copy_into(entry[OWNER_ERROR] if kept else None, own[OWNER_ERROR])
             state[parameter] |= {name: _alone_in_storage(value) for name, value in own.items()}

@@ -466,13 +466,14 @@ class Replicator:
     def apply_missed(self, result: Result, received_bytes: int) -> None:
         """Applies the checked messages of a round in which this rank sent nothing: its momentum stays as it is.
 
-        `received_bytes`, those of the messages, are added to those of the step's own round.
+        `received_bytes`, those of the messages, are added to those of the step's own round, which `stats` stay about.
         """
         self.require_idle("apply_missed")
-        wiring, received_bytes = self.wiring(), self.stats.received_bytes + received_bytes
+        wiring, skipped, received_bytes = self.wiring(), self.stats.skipped, self.stats.received_bytes + received_bytes
         stats = replace(self.stats, received_bytes=received_bytes)
         self.round = Round(wiring, self.header(wiring), result=result, stats=stats, stage="begun")
         self.apply(result.messages)
+        self.stats = replace(self.stats, skipped=skipped)
 
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
@@ -678,10 +679,14 @@ class Replicator:
 
     # State
 
+    def forget(self) -> None:
+        """Forgets the round, without a word to the follower: weights and state that are about to come replace all."""
+        forgotten, self.round = self.round, None
+        self._await(forgotten)
+
     def restore(self, entries: State) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
-        forgotten, self.round = self.round, None  # without a word to the follower, whose weights are restored, too
-        self._await(forgotten)
+        self.forget()
         with uninterrupted():
             self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
             self.state.update(entries)

@@ -44,7 +44,7 @@ from demopt.runs.open_round import (
 from demopt.runs.reading import MOST_NUMBER, Reading, Reads
 from demopt.runs.stop import StopWish
 from demopt.runs.store import MOST_JSON, RECORD, Patient, Store, open_store
-from demopt.runs.weights import FolderRounds
+from demopt.runs.weights import FolderRounds, SavedWorker
 from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
 from demopt.wire.message import Header
@@ -144,6 +144,7 @@ class FolderExchange(VaryingExchange):
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # when its seconds for the next round began: that manifest, or a hello
         self.stopping = False  # the run was stopped after this worker joined
+        self.restored: SavedWorker | None = None  # the loaded state whose weights these are
         # The rounds that this worker sent a message for, which `note_outcome` notes:
         self.last: FolderOutcome | None = None  # of the last one
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
@@ -411,8 +412,6 @@ class FolderExchange(VaryingExchange):
 
     def put(self, mine: Envelope) -> Envelope:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
-        if self.role != "joining":  # otherwise `sent_from` is from the state, as is this message
-            self.sent_from = mine.round + 1
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
             there = self.wait_for(partial(self._placed, name, packed), f"{name} can be neither written nor read")
@@ -512,7 +511,8 @@ class FolderExchange(VaryingExchange):
 
         `stops`: a round on the way has ended the run. `known_at`: the time (monotonic) when it was known; None: now.
         """
-        self.decided, self.round_began = decided, time.monotonic() if known_at is None else known_at
+        self.decided, self.restored = decided, None
+        self.round_began = time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them; who has heard it obeys after ten rounds.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)
         if stops:  # a trainer that goes on no longer sends it

@@ -142,6 +142,8 @@ class OpenRound:
         Returns the manifest, if it is there already.
         """
         run, mine, decided = self._run, self.mine, self._attached.decided
+        if not self._attached.is_resumed:  # otherwise `sent_from` is from the state, as is this message
+            run.sent_from = mine.round + 1
         elapsed = time.monotonic() - self._attached.round_began
         members = sorted(decided.members if decided else ())
         looks: list[Callable[[], Any]] = [self.look, self._require_round_before]

@@ -116,7 +116,6 @@ class FolderRounds(Rounds):
         super().__init__(replicator)
         self.run, self.moments = run, moments
         self._may_be_behind = False  # rounds may have been decided without this worker, and not be applied
-        self._restored: SavedWorker | None = None  # of a loaded state, while the weights are that state's
 
     @property
     def _number(self) -> int:
@@ -142,11 +141,11 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
-        of_run = None if self._restored is None else self._restored.run
+        of_run = None if run.restored is None else run.restored.run
         started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
         if started:
             run.given_out.clear()  # from a state of another run; the content of its message is in the error
-            self._restored, run.sent_from = None, 0
+            run.restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
@@ -190,7 +189,7 @@ class FolderRounds(Rounds):
                         f"{run.store.address}; join with a new optimizer, or one that has loaded its state of this run"
                     )
                 self._take_first()
-            case "joining" if (saved := self._restored) is not None:
+            case "joining" if (saved := run.restored) is not None:
                 run.worker = saved.worker
                 if saved.before != log.digest_of(before):
                     other = f"round {self._number} is another one in {run.store.address} than in the state"
@@ -198,7 +197,7 @@ class FolderRounds(Rounds):
                 else:
                     if saved.message is not None:
                         self._resume_round(saved.message, before, saved.in_message)
-                    self._move_to(before, stops=False)
+                    run.move_to(before, stops=False)
         if self.replicator.is_open:
             try:
                 self._exchange_and_end()
@@ -245,10 +244,11 @@ class FolderRounds(Rounds):
         self.replicator.rollback()  # what this gives back is dropped with the rest
         self.replicator.clear_momentum()
         self.replicator.follower.adopt()
-        if (saved := self._restored) is not None:  # otherwise its message would leave the momentum once more
-            self._restored = replace(saved, message=None, read=[], unsent=0, in_message=0, in_error=0)
-        self.run.given_out.clear()  # whoever holds them reads them again
-        self.run.unsent = self.run.in_error = self.run.left_out = 0  # nothing is left to be sent again
+        run = self.run
+        if run.restored is not None:  # otherwise its message would leave the momentum once more
+            run.restored = replace(run.restored, message=None, read=[], unsent=0, in_message=0, in_error=0)
+        run.given_out.clear()  # whoever holds them reads them again
+        run.unsent = run.in_error = run.left_out = 0  # nothing is left to be sent again
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -378,6 +378,7 @@ class FolderRounds(Rounds):
 
     @uninterrupted()
     def settle(self) -> None:
+        """Leaves an extracted round open, at once and anywhere: its message may be in a manifest."""
         current = self.replicator.round
         if current is not None and current.stage == "extracted":
             self.replicator.enter_stage(current, "left open")  # and it is tried again
@@ -434,12 +435,7 @@ class FolderRounds(Rounds):
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
             self.replicator.apply_missed(result, self.run.received_bytes - received)
-            self._move_to(manifest, manifest.stop)
-
-    def _move_to(self, decided: Manifest | None, stops: bool) -> None:
-        """Notes that the weights have moved other than by an own round: they are no longer a loaded state's."""
-        self.run.move_to(decided, stops)
-        self._restored = None
+            self.run.move_to(manifest, manifest.stop)
 
     # Forks
 
@@ -484,7 +480,7 @@ class FolderRounds(Rounds):
             for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
                 tensor.copy_(value)
             self.replicator.round_number.fill_(checkpoint.number)
-            self._move_to(checkpoint.before, stops)
+            self.run.move_to(checkpoint.before, stops)
 
     def lent_moments(self) -> Moments:
         if self.moments():
@@ -501,8 +497,8 @@ class FolderRounds(Rounds):
         run = self.run
         if run.role == "outside":
             return {}
-        if self._restored is not None:
-            return replace(self._restored, unsent=run.unsent).entry()  # local steps may have come since
+        if run.restored is not None:
+            return replace(run.restored, unsent=run.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         unsent, in_error = (run.unsent, run.in_error) if current is None else run.unsent_after(current)
@@ -525,7 +521,7 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._may_be_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
-        run.role, self._restored, run.given_out = "outside", saved, set()
+        run.role, run.restored, run.given_out = "outside", saved, set()
         run.unsent = run.in_error = run.left_out = 0
         if saved is not None:
             run.role, run.given_out = "joining", {*saved.read}

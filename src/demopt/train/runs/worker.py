@@ -21,6 +21,7 @@ from demopt.replicator.replicator import Stats
 from demopt.runs import log
 from demopt.runs.checkpoints import weights_digest
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.open_round import FolderOutcome
 from demopt.runs.reading import MOST_NUMBER
 from demopt.runs.store import full
 from demopt.state import load_file
@@ -183,7 +184,7 @@ class Worker(Training):
         self._validated: Row = {}  # the last validation loss, for the others
         self._heard: Row = {}  # of rounds since the last step
         self._speeds: dict[str, float] = {}
-        self._last: log.Manifest | None = None  # the last one that was heard
+        self._last: FolderOutcome | None = None  # the last one that was heard
 
     @property
     def steps_done(self) -> int:
@@ -361,9 +362,9 @@ class Worker(Training):
     def _hear(self, loss: float = math.nan) -> None:
         """Notes a new outcome for the next row; reports workers that came, left, or were waited for."""
         run, last, report = self.run, self.run.last, self.report
-        if last is None or last.manifest is self._last:
+        if last is None or last is self._last:
             return
-        self._last = manifest = last.manifest
+        self._last, manifest = last, last.manifest
         self._count()
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         if last.slept > LONG:
