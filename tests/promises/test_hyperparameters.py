@@ -129,6 +129,12 @@ OF_GROUP, OF_ALL = "a parameter group of DeMo has no ", ("process_group", "kerne
         (_demo, "chunks", "did you mean 'chunk'"),
         (_demo, "route", "DeMo has no argument 'route'; it always has gather"),
         (_local, "alpha", "LocalDeMo has no argument 'alpha'; all that was sent"),
+        (_demo, "betas", r"DeMo has no argument 'betas'; .*update=demopt.AdamW\(beta2"),
+        (_demo, "fused", "DeMo has no argument 'fused'; leave it out"),
+        *(
+            (_local, name, f"LocalDeMo has no argument '{name}'; give it to the inner")
+            for name in ("betas", "fused", "lr")
+        ),
         *((make, "topk", rf"{OF_GROUP}'topk'; did you mean 'top_k'\?") for make in (_group, _added)),
         *((make, name, f"{OF_GROUP}'{name}'; known are lr, m") for make, name in ((_group, "zzz"), (_added, "codec"))),
         *((_group, name, f"{OF_GROUP}'{name}', which holds for all: give it to DeMo") for name in OF_ALL),
@@ -138,6 +144,11 @@ OF_GROUP, OF_ALL = "a parameter group of DeMo has no ", ("process_group", "kerne
 def test_unknown_argument_is_refused_by_name_with_the_one_meant(make, name, says):
     with pytest.raises(TypeError, match=says):
         make(**{name: 1})
+
+
+@pytest.mark.parametrize("make", [_demo, _local])
+def test_implementations_that_a_framework_turns_off_are_no_arguments(make):
+    make(fused=False, foreach=None)
 
 
 def test_settings_of_the_codec_are_given_by_name_or_as_a_codec_also_to_a_group():

@@ -116,6 +116,15 @@ def test_settings_changed_later_are_named_before_apply(exchange, change, said):
     _assert_named(problems.refusal(optimizer, rank=exchange.rank), 1, f"rank 1 has param_groups{said}")
 
 
+@pytest.mark.parametrize("name", ["outer_lr", "error_decay", "outer_momentum", "top_k"])
+@ranks.alike(2)
+def test_settings_of_local_demo_are_named_as_its_arguments(exchange, name):
+    """Its `param_groups` are those of the inner optimizer, whose lr is another one."""
+    value = [0.25, 0.5][exchange.rank] if name != "top_k" else [24, 25][exchange.rank]
+    refused = problems.refusal(problems.local(exchange, **{name: value}), rank=exchange.rank)
+    _assert_named(refused, 1, f"rank 1 has {name} = ")
+
+
 @ranks.alike(2)
 def test_settings_changed_with_a_round_in_flight_are_named_again_and_again_until_they_agree(exchange):
     """A rank with a round in flight hears of another layout at its next round; after that it sends anew."""

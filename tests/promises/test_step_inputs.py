@@ -1,7 +1,9 @@
 """The inputs of a step: closures, hooks, any shape, dtype and stride; gradients that ranks lack, or are not finite."""
 
+import warnings
 from collections import Counter
 from math import inf, nan
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -333,3 +335,18 @@ def test_grad_scaler_unscales_exactly_and_skips_on_all_ranks(mode, bad_step):
         torch.testing.assert_close(parameters, plain[1], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(momenta, plain[2], rtol=1e-4, atol=1e-6)
     assert bad_step is None or scaled[1][-1][2] < scaled[0][-1][2], "ranks may have different scales"
+
+
+@ranks.each(2)
+def test_optimizers_of_torch_that_synchronize_ranks_are_refused_around_and_inside_ours(rank):
+    del rank
+    with warnings.catch_warnings():  # torch's module uses torch.jit
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    parameters = problems.parameters([(4, 4), (4, 4)])
+    with pytest.raises(TypeError, match="give DeMo all of the model's parameters, without ZeroRedundancyOptimizer"):
+        ZeroRedundancyOptimizer(parameters, optimizer_class=DeMo)
+    local = torch.optim.SGD(parameters, lr=0.1)
+    for inner in (ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1), PostLocalSGDOptimizer(local, Mock())):
+        with pytest.raises(TypeError, match="which synchronizes the ranks itself; give a local optimizer"):
+            LocalDeMo(inner)

@@ -24,9 +24,18 @@ FIXED = ("chunk", "transform", "chunking")
 #: Those that determine the layout of messages, the state that is kept, or the route.
 LAYOUT = (*FIXED, "top_k", "values", "exact", "update", "clip_to_median")
 
-_GONE = {
-    "route": "; it always has gather: leave it out",  # of DeMo
-    "alpha": "; all that was sent leaves the error: leave it out",  # of LocalDeMo
+_OF_TORCH = ("foreach", "fused", "capturable", "differentiable")  # implementations, which frameworks may turn off
+#: Hints for arguments of other optimizers, by the name of ours.
+_ABSENT = {
+    "DeMo": {
+        "route": "; it always has gather: leave it out",
+        **dict.fromkeys(("betas", "eps"), "; give momentum_decay, and update=demopt.AdamW(beta2=..., eps=...)"),
+        **dict.fromkeys(_OF_TORCH, "; leave it out"),
+    },
+    "LocalDeMo": {
+        "alpha": "; all that was sent leaves the error: leave it out",
+        **dict.fromkeys(("lr", "betas", "eps", "weight_decay", *_OF_TORCH), "; give it to the inner optimizer"),
+    },
 }
 
 
@@ -73,9 +82,12 @@ class Codec:
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
     """Returns the codec with the settings that an optimizer got as its own arguments; TypeError for unknown ones."""
     names = [entry.name for entry in fields(Codec)]
+    given = {name: value for name, value in given.items() if name not in _OF_TORCH or value}
     for name in given:
         if name not in names:
-            hint = _GONE.get(name) or suggestion(name, [*inspect.signature(optimizer).parameters, *names])
+            hint = _ABSENT[optimizer.__name__].get(name) or suggestion(
+                name, [*inspect.signature(optimizer).parameters, *names]
+            )
             raise TypeError(f"{optimizer.__name__} has no argument {name!r}{hint}")
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; give a demopt.Codec, such as demopt.Codec(chunk=32)")

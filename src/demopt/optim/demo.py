@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -102,6 +103,11 @@ class DeMo(ReplicatedOptimizer):
         **of_codec: Any,
     ) -> None:
         codec = codec_of(DeMo, of_codec, codec)
+        if any(frame.f_code.co_filename.endswith("zero_redundancy_optimizer.py") for frame, _ in walk_stack(None)):
+            raise TypeError(
+                "ZeroRedundancyOptimizer gives each rank other parameters, and DeMo exchanges between ranks that have "
+                "the same: give DeMo all of the model's parameters, without ZeroRedundancyOptimizer"
+            )
         is_model = isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList)
         if is_model or not isinstance(params, Iterable):
             raise TypeError(f"params is a {type(params).__name__}; give parameters, such as model.parameters()")

@@ -408,6 +408,8 @@ def _fault(given: Any) -> str:
     """Returns why an inner optimizer cannot take local steps; empty if it can."""
     if not isinstance(given, torch.optim.Optimizer):
         return "; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), or a list of them"
+    if isinstance(given, ReplicatedOptimizer) or any(k.__name__ in _SYNCHRONIZING for k in type(given).__mro__):
+        return ", which synchronizes the ranks itself; give a local optimizer"
     if callable(getattr(given, "train", None)) and callable(getattr(given, "eval", None)):
         switch = "train() and eval() switch the model between two copies of the weights, as schedule-free optimizers do"
         return f", whose {switch}: one is in its state, {NOT_MOVED}"
@@ -422,8 +424,6 @@ def _fault(given: Any) -> str:
         return f", whose {lacks}; give the optimizer inside it"
     if isinstance(given, torch.optim.LBFGS):
         return ", which evaluates the loss several times a step; give another optimizer"
-    if isinstance(given, ReplicatedOptimizer) or any(k.__name__ in _SYNCHRONIZING for k in type(given).__mro__):
-        return ", which synchronizes the ranks itself; give a local optimizer"
     return ""
 
 

@@ -25,6 +25,8 @@ from demopt.wire.message import VERSION
 KERNELS = ("auto", "torch")
 #: A new route is a file and an entry here.
 ROUTES: dict[str, type[Route]] = {"gather": Route, "owner": Owner}
+#: LocalDeMo's arguments, by the hyper-parameters that they are: its users' `param_groups` have the inner optimizer's.
+_OF_LOCAL = {"lr": "outer_lr", "momentum_decay": "error_decay", "update": "outer_momentum"}
 HARDWARE = "its hardware (update='muon' needs the same on all ranks; others, such as 'signum', do not)"
 
 Facts = tuple[tuple[str, str], ...]
@@ -147,7 +149,10 @@ class Wiring:
         facts = {"route": options.route, "fingerprint_every": str(options.fingerprint_every)}
         facts |= {"delay": str(int(options.background)), **dict(options.config_facts()), "wire version": str(VERSION)}
         for number, settings in enumerate(self.settings):
-            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts.items()}
+            if settings.momentum_is_error:  # the same in all groups, by the names of LocalDeMo's arguments
+                facts |= {_OF_LOCAL.get(name, name): text for name, text in settings.texts.items()}
+            else:
+                facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts.items()}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
