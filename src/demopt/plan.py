@@ -82,6 +82,7 @@ def plan(
         link = Link(bits, latency / 1e3, backend)
     try:
         made = make_plan(of_count(params) if params else of_config(local), demo, local, workers or WORKERS)
+        made = dataclasses.replace(made, method="DeMo" if train.optimizer == "demo" else "LocalDeMo")
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
     added = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
@@ -107,8 +108,9 @@ def _show(plan: "Plan", case: "Case | None") -> None:
         console.print(verdict(case, next(iter(plan.calls))), style="bold")
         if case.compute:
             _alternatives(console, case)
-    console.print(f"{in_words(plan.memory['LocalDeMo'])} (weights, gradients and optimizers in float32, per worker)")
-    if sum(plan.memory["LocalDeMo"].values()) > CARD_BYTES:
+    memory = plan.memory[plan.method]
+    console.print(f"{in_words(memory)} (weights, gradients and optimizers in float32, per worker)")
+    if sum(memory.values()) > CARD_BYTES:
         other = "demopt train --lora, or LocalDeMo over FSDP2 inside each box (docs/parallelism.md)"
         console.print(f"That is more than a 24 GB card has: {other}.")
     methods = list(next(iter(plan.calls.values())))
@@ -122,6 +124,8 @@ def _show(plan: "Plan", case: "Case | None") -> None:
             table.add_row(f"{workers:,}", *(digits(figure(method, workers)) for method in methods))
         console.print(table)
     sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
+    values = " and ".join(f"{each.values} ({name})" for name, each in (("DeMo", plan.demo), ("LocalDeMo", local)))
+    values = local.values if local.values == plan.demo.values else values
     kept, held = plan.kept, {method: digits(each["demopt"] / 1e6) for method, each in plan.memory.items()}
     console.print(
         "\nAs many MB are sent. Bits per parameter and step, in a worker's message: LocalDeMo "
@@ -131,7 +135,7 @@ def _show(plan: "Plan", case: "Case | None") -> None:
         f"worker for momentum and update rule ({plan.demo.update}).\n"
         f"LocalDeMo: {sent}, {kept['LocalDeMo']:,} coefficients per message, a round every {local.sync_every} steps; "
         f"{held['LocalDeMo']} MB for global weights and error, in addition to the inner optimizers.\n"
-        f"Values: {local.values}. DDP: a ring all-reduce of the gradients, during backward."
+        f"Values: {values}. DDP: a ring all-reduce of the gradients, during backward."
     )
     if case:
         console.print(f"Seconds are at {PACE[case.link.backend]}.")
@@ -144,7 +148,7 @@ def _alternatives(console: Console, case: "Case") -> None:
     from demopt.train.screen import duration
 
     plan, workers = case.plan, next(iter(case.plan.calls))
-    ours, ddp = case.seconds("LocalDeMo", workers), case.seconds("DDP bf16", workers)
+    ours, ddp = case.seconds(plan.method, workers), case.seconds("DDP bf16", workers)
     share = 1 - (case.compute + case.optimizer) / ours
     console.print(f"10,000 steps: {duration(1e4 * ours)}, with DDP {duration(1e4 * ddp)}; their losses differ.")
     if share < MUCH:
@@ -155,10 +159,12 @@ def _alternatives(console: Console, case: "Case") -> None:
         seconds = dataclasses.replace(case, plan=rarely).seconds(method, workers)
         if seconds < ours:
             flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every}"
+            flags = flags if plan.method == "LocalDeMo" else f"--optimizer local {flags}"
             console.print(f"  {flags}: {digits(seconds)} s, 10,000 steps {duration(1e4 * seconds)}; loss +{loss:.3f}")
     console.print(
         "or several GPUs per box as one worker (FSDP2). Loss above DDP's, of small models after 1,000 steps; the "
-        f"default's is +{LOSS_ABOVE_DDP['LocalDeMo', 5]:.3f} (docs/results.md)."
+        f"default's is +{LOSS_ABOVE_DDP['LocalDeMo', 5]:.3f}, DeMo's +{LOSS_ABOVE_DDP['DeMo', 1]:.3f} "
+        "(docs/results.md)."
     )
 
 
@@ -191,6 +197,7 @@ class Plan:
     kept: dict[str, int]  # coefficients in a message, of DeMo and LocalDeMo
     calls: dict[int, dict[str, tuple[Call, ...]]]
     memory: dict[str, dict[str, int]]  # a worker's bytes with each of these, by purpose, without activations
+    method: str = "LocalDeMo"  # the one that is compared with DDP: the config's
 
     def message_bits(self, method: str) -> float:
         """Returns the bits of a worker's message per parameter and step."""
@@ -323,9 +330,9 @@ class Case:
         return self.compute + network + loss + self.optimizer
 
     def at(self, bits_per_second: float, workers: int) -> tuple[float, float]:
-        """Returns the seconds of a step at a bandwidth: DDP's with bfloat16 gradients, and LocalDeMo's."""
+        """Returns the seconds of a step at a bandwidth: DDP's with bfloat16 gradients, and demopt's."""
         there = dataclasses.replace(self, link=dataclasses.replace(self.link, bits_per_second=bits_per_second))
-        return there.seconds("DDP bf16", workers), there.seconds("LocalDeMo", workers)
+        return there.seconds("DDP bf16", workers), there.seconds(self.plan.method, workers)
 
 
 def verdict(case: Case, workers: int) -> str:
@@ -353,7 +360,7 @@ def verdict(case: Case, workers: int) -> str:
 
 
 def equal_bandwidth(case: Case, workers: int) -> float | None:
-    """Returns the bits per second at which DDP in bfloat16 and LocalDeMo take as long; None if one is always faster."""
+    """Returns the bits per second at which DDP in bfloat16 and demopt take as long; None if one is always faster."""
 
     def ddp_wins(exponent: int) -> bool:
         ddp, ours = case.at(10 ** (exponent / 5000), workers)

@@ -115,6 +115,16 @@ def test_mistake_is_told_in_one_line(command, flags, told):
     assert told in command("plan", *flags, code=2)
 
 
+def test_plan_of_a_demo_config_is_about_that_run(command):
+    config = str(ROOT / "examples" / "demo-300m.json")
+    told = command("plan", "--config", config, "--workers", "64", "--bandwidth", "10Gbit", "--step-seconds", "1")
+    table = [line.split() for line in told.splitlines() if line.split()[:1] == ["64"]]
+    assert f"DDP: demopt is slower, and costs some loss, {table[1][3]} s per step" in " ".join(told.split())
+    assert "Values: float32 (DeMo) and sign (LocalDeMo)." in told
+    assert "memory about 3.8 GB: weights 1.3 GB, gradients 1.3 GB, demopt 1.3 GB" in " ".join(told.split())
+    assert "--optimizer local --sync-every 5: " in told
+
+
 def plan_of(model, *workers, demo=None, **local):
     configs = TrainConfig(optimizer="demo", **(demo or {"update": "signum"})), TrainConfig(optimizer="local", **local)
     return make_plan(model, *map(resolve, configs), workers=workers)
