@@ -1,4 +1,4 @@
-"""Prints the number of lines per folder, and fails if one is above its number in budget.json, which may only fall.
+"""Prints the number of lines per folder, and fails if one is above its limit in budget.json.
 
 python budget.py
 """

@@ -79,6 +79,7 @@ def _muon_momentum() -> tuple[Entry, ...]:
         *(_local(f"h{each} default", every=each, **DEFAULT) for each in every),
         *(_local(f"h{each} default, outer step", every=each, **DEFAULT, **STEP) for each in every),
         _local("h5 default, two-way", route="owner", **DEFAULT),
+        _local("h5 0.9 b0.99", error_decay=1.0, **SLOW),
     )
     return (
         *(Entry(f"muon {momentum}", "muon", {"momentum": momentum}, LOCAL_RATE) for momentum in (0.8, 0.9)),
