@@ -7,6 +7,7 @@ import math
 import threading
 from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 
 import numpy
 import pytest
@@ -588,6 +589,45 @@ def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_fin
     return train(optimizer, range(6, 8), exchange.rank)
 
 
+class Signs(torch.optim.Optimizer):
+    """Moves by the signs of a momentum, as Lion: its steps are finite where that is not. It counts in the group."""
+
+    def __init__(self, parameters, lr=0.01, **masks):
+        super().__init__(parameters, {"lr": lr})
+        for parameter in [parameter for group in self.param_groups for parameter in group["params"] if masks]:
+            self.state[parameter]["mask"] = torch.ones_like(parameter).triu_().bool()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 1 / group["step"])
+                move = momentum.nan_to_num().sign() * self.state[parameter].get("mask", 1)
+                parameter.sub_(group["lr"] * move)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@ranks.alike(2)
+def test_momentum_that_is_not_finite_behind_finite_steps_skips_the_round_and_restarts(exchange, bad, delay):
+    parameters = problems.parameters([(4, 4)])
+    optimizer = LocalDeMo(Signs(parameters), sync_every=2, delay=delay, process_group=exchange)
+    skipped = 0
+    for step in range(8):
+        problems.set_gradients(parameters, step, exchange.rank)
+        if (exchange.rank, step) == (1, 2):
+            parameters[0].grad.fill_(bad)
+        optimizer.step()
+        skipped += optimizer.stats.skipped
+    optimizer.flush()
+    state = optimizer.inner[0].state[parameters[0]]
+    assert state["momentum"].isfinite().all()
+    assert optimizer.param_groups[0]["step"] == (8 if exchange.rank == 0 else 4)
+    return skipped == 1, optimizer.fingerprint()
+
+
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
@@ -692,12 +732,20 @@ def test_worker_of_a_folder_that_has_frozen_a_parameter_is_told_to_thaw_it():
         optimizer.finish_round()
 
 
-@pytest.mark.parametrize("inner", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.Adagrad])
-def test_optimizer_with_a_state_from_before_restarts_as_a_new_one(inner):
+@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        *(torch.optim.NAdam, torch.optim.Rprop, torch.optim.Adagrad, Signs, partial(Signs, masks=True)),
+        partial(torch.optim.Adagrad, initial_accumulator_value=1.0),
+    ],
+)
+def test_optimizer_restarts_as_a_new_one_also_with_a_state_from_before(inner, is_used):
     parameters, others = problems.parameters([(4, 4)]), problems.parameters([(4, 4)])
     before = inner(parameters, lr=0.01)
     problems.set_gradients(parameters, 0)
-    before.step()
+    if is_used:
+        before.step()
     optimizer, fresh = LocalDeMo(before, sync_every=1), inner(others, lr=0.01)
     optimizer.join()
     parameters[0].grad = torch.full((4, 4), torch.nan)

@@ -12,7 +12,7 @@ import io
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from demopt.codec.gradients import check_apart, check_parameters
+from demopt.codec.gradients import all_usable, check_apart, check_parameters
 from demopt.errors import first_line
 from demopt.exchange.dtensor import cut_of, is_made_of_others, placed_as, shard_of, to_local
 from demopt.optim.mistakes import NOT_MOVED
@@ -39,6 +39,7 @@ Group = dict[str, Any]
 IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+_COUNTERS = ("step", "steps", "t")  # of an optimizer's steps, in its state or groups
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
 
@@ -48,7 +49,7 @@ class InnerOptimizers:
 
     def __init__(self, given: Any) -> None:
         self.optimizers = _checked(given)
-        self._had_state = [_made_state(each) for each in self.optimizers]
+        self._starts = [_starts(each) for each in self.optimizers]
         self.is_stepping = False  # a local step is under way
         self._lent: dict[str, dict[str, Tensor]] = {}  # another worker's moments, for parameters without a step yet
         self._told = False  # that the state of an optimizer inside one is not saved
@@ -151,18 +152,31 @@ class InnerOptimizers:
 
     def restart(self) -> None:
         """Drops the state, which may not be finite."""
-        for each, had_state in zip(self.optimizers, self._had_state, strict=True):
-            if had_state:  # it would not make its state again
-                for held in each.state.values():  # torch's trees take a subclass of dict as one leaf
-                    for value in tree_leaves(dict(held) if isinstance(held, Mapping) else held):
-                        if isinstance(value, Tensor):
-                            to_local(value).zero_()
+        for each, starts in zip(self.optimizers, self._starts, strict=True):
+            if starts is not None:  # it would not make its state again
+                _set_back(each.state, starts)
             else:
                 each.state.clear()
                 if inside := _inside(each):  # as SAM's, whose moments are there
                     inside.state.clear()
         for settings in self._settings:
             settings.restart()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all moments are finite. Those of torch's classes show in the weights; Lion moves by signs of its own.
+
+        Waits for the device, if an optimizer is not torch's.
+        """
+        others = [each for each in self.optimizers if not type(each).__module__.startswith(("torch.optim.", "demopt."))]
+        pairs = [
+            (parameter, value)
+            for each in others
+            for parameter, entry in each.state.items()
+            for value in (entry.values() if isinstance(entry, Mapping) else ())
+            if isinstance(parameter, Tensor) and isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        return all_usable(to_local(value) for parameter, value in pairs if value.shape == parameter.shape)
 
     def facts(self, but: Collection[str] | None = None) -> dict[str, str]:
         """Returns the facts that ranks must share, by name; with `but`, without these and those that schedulers add."""
@@ -283,10 +297,45 @@ def _copied(value: Any, like: Tensor) -> Any:
     return value.clone()
 
 
-def _made_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may make its state only at construction; of torch's, Adagrad does."""
+def _starts(optimizer: torch.optim.Optimizer) -> dict[Any, Any] | None:
+    """Returns the state at construction, for `_set_back`; None if the optimizer makes its state in its first step.
+
+    Of torch's, only Adagrad makes it before. Equal elements are one number. After a training before, what is not zero.
+    """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    return bool(optimizer.state) and (isinstance(optimizer, torch.optim.Adagrad) or not is_torchs)
+    if not optimizer.state or (is_torchs and not isinstance(optimizer, torch.optim.Adagrad)):
+        return None
+    entries = [each for each in (*optimizer.state.values(), *optimizer.param_groups) if isinstance(each, Mapping)]
+    if any(bool(value) for entry in entries for name, value in entry.items() if name in _COUNTERS):
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Adagrad) else ()
+        return {p: {"sum": group["initial_accumulator_value"]} for group in groups for p in group["params"]}
+
+    def start(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (local := to_local(value)).numel():
+            return value
+        first = local.flatten()[0].item()
+        return first if bool((local == first).all()) else local.clone()
+
+    plain = {key: dict(held) if isinstance(held, Mapping) else held for key, held in optimizer.state.items()}
+    return {key: tree_map(start, held) for key, held in plain.items()}  # torch's trees know no subclass of dict
+
+
+def _set_back(held: Any, starts: Any) -> None:
+    """Sets a state back in place; numbers that were not there at the start become zero, in tensors and counters."""
+    for name, value in [*(held.items() if isinstance(held, Mapping) else enumerate(held))]:
+        was = starts.get(name) if isinstance(starts, Mapping) else None
+        if isinstance(starts, list | tuple) and name < len(starts):
+            was = starts[name]
+        if isinstance(value, Tensor):
+            local = to_local(value)
+            if isinstance(was, Tensor) and was.shape == local.shape:
+                local.copy_(was)
+            elif isinstance(was, bool | int | float) or local.dtype != torch.bool:  # masks stay
+                local.fill_(was if isinstance(was, bool | int | float) else 0)
+        elif isinstance(value, Mapping | list | tuple):
+            _set_back(value, was)
+        elif isinstance(held, MutableMapping | list) and (was is not None or name in _COUNTERS):
+            held[name] = was or 0
 
 
 def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -485,10 +534,10 @@ class GroupSettings:
                 self.given[name] = _copy(value)
 
     def restart(self) -> None:
-        """Sets the optimizer's state in the group back to what the user gave."""
+        """Sets the optimizer's state in the group back to what the user gave; a counter, maybe of before, to zero."""
         for name in self.state_names & {*self.group}:
             if name in self.given:
-                self.group[name] = _copy(self.given[name])
+                self.group[name] = 0 if name in _COUNTERS else _copy(self.given[name])
             else:
                 del self.group[name]
         self.changed()  # so that these changes do not count as the user's

@@ -492,10 +492,11 @@ class LocalDeMo(ReplicatedOptimizer):
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
+        unscale = None if self._inner.is_finite else math.nan  # D is then dropped
         if sends:
-            self.replicator.extract_and_send(starts, weights)  # while the device takes more steps
+            self.replicator.extract_and_send(starts, weights, unscale)  # while the device takes more steps
         else:
-            self.replicator.extract(starts, minus=weights, by_user=by_user)
+            self.replicator.extract(starts, unscale, weights, by_user)
         current = self.replicator.round
         assert current is not None
         if not current.finite:

@@ -508,14 +508,14 @@ class Replicator:
             current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
             self.enter_stage(current, "sent")
 
-    def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
+    def extract_and_send(self, gradients: Gradients, minus: Gradients, unscale: float | None = None) -> None:
         """Begins steps 1 to 5: only checks run here; the rest, also decoding, in the background until `exchange`.
 
         The tensors must be on the host, and nothing may write them before then.
         """
         wiring = self.wiring()
         self.session.agree(wiring, self.header)
-        current, factor = self._prepared(gradients, None, minus)
+        current, factor = self._prepared(gradients, unscale, minus)
         exchange, at_rest = self.session.exchange, threading.Event()
 
         def work() -> Tensor:
