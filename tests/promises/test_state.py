@@ -286,6 +286,20 @@ def test_changes_of_a_local_state_that_would_be_lost_are_refused(change):
     assert name in local.state[parameter]
 
 
+@pytest.mark.parametrize("make", [problems.demo, problems.local])
+@ranks.alike(2)
+def test_consolidated_states_and_sync_every_are_the_optimizers_also_through_a_wrapper_as_of_lightning(exchange, make):
+    optimizer = make(exchange)
+    forward = {"__init__": lambda _: None, "__getattr__": lambda _, name: getattr(optimizer, name)}
+    wrapper = type("Wrapper", (type(optimizer),), forward)()
+    problems.fingerprints(optimizer, range(2), exchange.rank)
+    wrapper.consolidate_state_dict()
+    assert ("ranks" in optimizer.state_dict()) == (exchange.rank == 0)
+    if make is problems.local:
+        wrapper.sync_every = 4
+        assert optimizer.sync_every == 4
+
+
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_learning_rate_that_is_a_tensor_is_not_that_of_the_loaded_state(kind):
     parameters, rate = problems.parameters([(4, 4)]), torch.tensor(0.1)

@@ -120,7 +120,7 @@ class LocalDeMo(ReplicatedOptimizer):
         codec = codec_of(LocalDeMo, of_codec, codec)
         if error_decay is None:
             error_decay = 0.9 if top_k is None else 0.5
-        self.sync_every = sync_every
+        check_count("sync_every", sync_every)
         if (delay := check_count("delay", delay, low=0)) > 1:
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
         check_number("outer_momentum", outer_momentum, high=1.0)
@@ -147,6 +147,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if where is not None and str(state_device) != "cpu":
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
+        self.sync_every = sync_every
         options = Options(route, fingerprint_every, codec.kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._attach_parts(is_new=True)
@@ -165,11 +166,11 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def sync_every(self) -> int:
         """The steps from one round to the next; may change between two rounds, on all ranks alike."""
-        return self._sync_every
+        return self._weights.sync_every
 
     @sync_every.setter
     def sync_every(self, steps: int) -> None:
-        self._sync_every = check_count("sync_every", steps)
+        self._weights.sync_every = check_count("sync_every", steps)
 
     @property
     def samples(self) -> int:
@@ -722,7 +723,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self._rounds.settle()
-        names = ["defaults", "replicator", "_inner", "_sync_every", "_settings", "_weights"]
+        names = ["defaults", "replicator", "_inner", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ class LocalWeights(Follower):
         self._staging = Staging()
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # what D counts from; empty: the global weights
+        self.sync_every = 1  # H; here, because a wrapper of Lightning would keep its own
         self.steps_since = 0  # local steps in D: those since D last left the local weights
         #: Local weights as this optimizer left them: a mark of each, and the beginning of `_one` if that is here.
         self._left: tuple[dict[Tensor, tuple[int, int]], Tensor | None] | None = None

@@ -77,7 +77,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _is_trained: bool = False  # some parameter has had a gradient
     _idle_rounds: int = 0  # in a row without a gradient, since then
     _has_begun: bool = False  # a round has begun
-    _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -86,6 +85,16 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         note_optimizer(self)
+
+    @property
+    def _all_states(self) -> Mapping[int, StateDict] | None:
+        """Consolidated states, until the state changes; not here, where a wrapper of Lightning would keep its own."""
+        return self.replicator.all_states
+
+    @_all_states.setter
+    def _all_states(self, states: Mapping[int, StateDict] | None) -> None:
+        if hasattr(self, "replicator"):  # not while torch's constructor adds groups
+            self.replicator.all_states = states
 
     @property
     def stats(self) -> Stats:

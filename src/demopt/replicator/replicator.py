@@ -11,7 +11,7 @@ Shapes: W ranks, B bytes in a message.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -151,6 +151,7 @@ class Replicator:
         self.round_number = torch.zeros((), dtype=torch.int64, device="cpu")
         self.round: Round | None = None
         self.follower = Follower()
+        self.all_states: Mapping[int, dict[str, Any]] | None = None  # of all ranks, consolidated by the optimizer
         self.in_buffers: State = {}  # views of the buffers: a script may have put other tensors into `state`
         self._wiring: Wiring | None = None
         self._skips = 0  # rounds skipped in a row
