@@ -203,6 +203,30 @@ def test_interrupt_at_either_end_of_shared_keeps_local_weights(at, monkeypatch):
     assert not optimizer._weights.aside
 
 
+@pytest.mark.parametrize("call", ["step", "shared", "deepcopy"])
+def test_interrupt_before_shared_takes_its_weights_back_is_made_good_by_the_next_call(call, monkeypatch):
+    optimizer, twin = make(), make()
+    for each in (optimizer, twin):
+        train(each, range(4))
+    with pytest.raises(KeyboardInterrupt), optimizer.shared():
+        monkeypatch.setattr(LocalWeights, "take_back", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.undo()
+    if call == "shared":
+        with optimizer.shared():
+            pass
+        assert problems.same(problems.values(optimizer), problems.values(twin))
+    elif call == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+    assert train(optimizer, range(4, 7)) == train(twin, range(4, 7))
+
+
+def test_shallow_copy_leaves_the_comparison_of_settings_to_the_original():
+    optimizer = make()
+    facts = optimizer.replicator.wiring().facts()
+    copy.copy(optimizer)
+    assert optimizer.replicator.wiring().facts() == facts
+
+
 def test_shared_shows_the_global_weights_and_takes_them_back():
     optimizer = make()
     train(optimizer, range(3))

@@ -13,6 +13,8 @@ from servers import error, small_s3
 from stores import Through
 from workers import at_first
 
+import problems
+from demopt import FolderExchange
 from demopt.errors import ExchangeError
 from demopt.runs import disk, log
 from demopt.runs import store as store_module
@@ -471,3 +473,24 @@ def test_full_disk_leaves_no_file_and_is_waited_for(tmp_path, monkeypatch):
     assert Patient(store, patience=60.0, say=pytest.fail).put_if_absent("a", b"whole")
     assert store.get("a", 9) == b"whole"
     assert [each.name for each in (tmp_path / "run").rglob("*") if each.is_file()] == ["a"]
+
+
+def test_server_that_cannot_delete_is_told_costs_no_more_requests_and_a_second_stop_names_the_object(monkeypatch):
+    """As Google's S3 endpoint, which has no DeleteObjects."""
+    asked, said = [], list[str]()
+    with small_s3(monkeypatch, lambda method, key: asked.append((method, key))):
+        run = FolderExchange("s3://bucket/run", late=0.1, checkpoint_every=2)
+        run.say = said.append
+        optimizer = problems.local(run, sync_every=1)
+        counts = []
+        for step in range(12):
+            asked.clear()
+            problems.fingerprints(optimizer, [step])
+            run.wait_for_uploads()
+            counts.append(len(asked))
+        put_stop(run.store, 12, run.record.identity)
+        with pytest.raises(ExchangeError, match=r"object stop that may not be deleted.*server's own tools"):
+            put_stop(run.store, 12, run.record.identity)
+    assert [text for text in said if "put if absent" in text] == []
+    assert len([text for text in said if "not deleted, training goes on" in text and "cannot delete" in text]) == 1
+    assert counts[6:8] == counts[8:10] == counts[10:]

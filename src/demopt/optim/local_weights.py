@@ -60,6 +60,7 @@ class LocalWeights(Follower):
         self._left: tuple[dict[Tensor, tuple[int, int]], Tensor | None] | None = None
         self._one: Tensor | None = None  # the weight by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
+        self._is_shown = False  # inside `shared`
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
@@ -314,25 +315,32 @@ class LocalWeights(Follower):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
+        self.take_back()
         if self.aside or not self.global_of:
             yield
             return
         self.notice_loaded()
-        aside, has_left = self._copies(self.global_of.keys()), self._left is not None
+        aside = self._copies(self.global_of.keys())
         try:
             with uninterrupted():
-                self.aside = aside
+                self.aside, self._is_shown = aside, True
                 self._copy((global_weight, local) for local, global_weight in self.global_of.items())
                 shown = self._marks
             yield
             if self._are_changed(shown):
                 warn(f"the weights were changed inside shared(), which takes its own back. {TO_REPLACE}")
         finally:
-            with uninterrupted():
-                self._copy((kept, local) for local, kept in aside.items())
-                self.aside = {}
-                if has_left:
-                    self.note()
+            self._is_shown = False
+            self.take_back()
+
+    @uninterrupted()
+    def take_back(self) -> None:
+        """Ends `shared`, at its end or, if an interrupt came just then, before the next call."""
+        if self.aside and not self._is_shown:
+            self._copy((kept, local) for local, kept in self.aside.items())
+            self.aside = {}
+            if self._left is not None:
+                self.note()
 
     def to_save(self, local: Tensor) -> dict[str, Tensor]:
         """Returns a parameter's weights for a state: the global ones, and those of this rank that differ."""

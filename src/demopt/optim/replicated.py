@@ -86,6 +86,12 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         note_optimizer(self)
 
+    def __copy__(self) -> "ReplicatedOptimizer":
+        """Returns an object that shares all parts, also the replicator, which stays this one's."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
     @property
     def _all_states(self) -> Mapping[int, StateDict] | None:
         """Consolidated states, until the state changes; not here, where a wrapper of Lightning would keep its own."""

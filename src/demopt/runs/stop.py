@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from demopt.errors import ExchangeError, MessageError
+from demopt.runs.failures import DeniedError
 from demopt.runs.log import MOST_ENVELOPE, MOST_ROUNDS, read, read_manifest
 from demopt.runs.store import Store
 
@@ -20,7 +21,11 @@ def put_stop(store: Store, number: int, run: str) -> None:
     with suppress(MessageError):  # another's object
         if store.put_if_absent(STOP, wish):
             return
-        store.delete([STOP])
+        try:
+            store.delete([STOP])
+        except DeniedError as error:
+            text = f"{store.address}: there is an object {STOP} that may not be deleted; delete it with other rights"
+            raise ExchangeError(f"{text}, or with the server's own tools ({error})") from error
         if store.put_if_absent(STOP, wish) or store.get(STOP, MOST_ENVELOPE) == wish:
             return
     raise ExchangeError(f"{store.address}: there is an object {STOP} that cannot be deleted; delete it")

@@ -148,8 +148,14 @@ class ObjectStore(Store):
         return {name for name in names if "/" not in name}
 
     def _delete(self, name: str) -> None:
-        with told(self.address), suppress(FileNotFoundError):
-            self._obstore.delete(self._store, name)
+        try:
+            with told(self.address), suppress(FileNotFoundError):
+                self._obstore.delete(self._store, name)
+        except StoreError:
+            raise
+        except ExchangeError as error:  # as on Google's S3 endpoint; a run goes on without
+            text = f"{self.address}: this server cannot delete objects (DeleteObjects); delete them with its own tools"
+            raise StoreError(text, at_first=True) from error
 
 
 class _Request(Generic[T]):

@@ -265,7 +265,8 @@ def read_run(out: Path) -> Given:
     try:
         return read_file(out / CONFIG)
     except InputError as error:
-        raise InputError(f"{error}; it should be of the run in --out: delete it, or give another --out") from None
+        remedy = "restore it; if no run is there, delete it, or give another --out"
+        raise InputError(f"{error}; it should be of the run in --out: {remedy}") from None
 
 
 def read_file(path: Path) -> Given:

@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 import zlib
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -76,12 +77,8 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
             run = open_run(config.run, key, config.timeout)
     refuse_if_too_large(config, device, 1)
     corpus = load_corpus(config)
-    try:
+    with _fitting():
         config, model = begin(dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size))
-    except (MemoryError, RuntimeError) as error:  # of a model that is too large, as a stranger's run may ask for
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
     if run is None:
         shared = {name: value for name, value in config.record().items() if name in FROM_RUN}
         shared |= {"tokenizer": None if config.tokenizer == config.model else config.tokenizer}
@@ -120,6 +117,17 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
         print(f"{cause} after {config.of_steps(worker.steps_done)}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Turns an error of a model that is too large, as a stranger's run may ask for, into InputError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
 
 
 def _to_go_on(config: TrainConfig, theirs: Given) -> str:
@@ -472,10 +480,11 @@ def export_model(address: str, key_file: str | None, given: Given) -> int:
         each.name for kind in ("*.safetensors", "*config.json", "tokenizer*") for each in out.root.glob(kind)
     ):
         raise InputError(f"--out {config.out} already holds {there[0]}; delete the model there, or give another --out")
-    config, model = begin(resolve(config))
-    optimizer = make_optimizer(config, model, run)
-    assert isinstance(optimizer, LocalDeMo)
-    rounds = optimizer.observe()
+    with _fitting():
+        config, model = begin(resolve(config))
+        optimizer = make_optimizer(config, model, run)
+        assert isinstance(optimizer, LocalDeMo)
+        rounds = optimizer.observe()
     text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
     with out.writing(), optimizer.shared():
         save(config, model, out.root, config.merge)
