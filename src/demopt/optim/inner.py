@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import all_usable, check_apart, check_parameters
 from demopt.errors import first_line
-from demopt.exchange.dtensor import cut_of, is_made_of_others, placed_as, shard_of, to_local
+from demopt.exchange.dtensor import cut_of, is_made_of_others, placed_as, shard_of, to_local, unlike_memory
 from demopt.optim.mistakes import NOT_MOVED
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.session import varies
@@ -174,9 +174,10 @@ class InnerOptimizers:
             for each in others
             for parameter, entry in each.state.items()
             for value in (entry.values() if isinstance(entry, Mapping) else ())
-            if isinstance(parameter, Tensor) and isinstance(value, Tensor) and value.is_floating_point()
+            if isinstance(parameter, Tensor) and isinstance(value, Tensor) and value.shape == parameter.shape
         ]
-        return all_usable(to_local(value) for parameter, value in pairs if value.shape == parameter.shape)
+        moments = (to_local(value) for _, value in pairs if value.is_floating_point() and value.itemsize > 1)
+        return all_usable(each for each in moments if _is_plain(each))
 
     def facts(self, but: Collection[str] | None = None) -> dict[str, str]:
         """Returns the facts that ranks must share, by name; with `but`, without these and those that schedulers add."""
@@ -306,18 +307,28 @@ def _starts(optimizer: torch.optim.Optimizer) -> dict[Any, Any] | None:
     if not optimizer.state or (is_torchs and not isinstance(optimizer, torch.optim.Adagrad)):
         return None
     entries = [each for each in (*optimizer.state.values(), *optimizer.param_groups) if isinstance(each, Mapping)]
-    if any(bool(value) for entry in entries for name, value in entry.items() if name in _COUNTERS):
+    counts = [value for entry in entries for name, value in entry.items() if name in _COUNTERS]
+    plain = [each for each in counts if isinstance(each, int | float) or (isinstance(each, Tensor) and _is_plain(each))]
+    is_used = any(bool(each.any() if isinstance(each, Tensor) else each) for each in plain)
+    if is_used or any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Adagrad) else ()
         return {p: {"sum": group["initial_accumulator_value"]} for group in groups for p in group["params"]}
 
     def start(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not (local := to_local(value)).numel():
+        if not isinstance(value, Tensor) or not value.numel():
             return value
+        if not _is_plain(local := to_local(value)):
+            return 0
         first = local.flatten()[0].item()
         return first if bool((local == first).all()) else local.clone()
 
-    plain = {key: dict(held) if isinstance(held, Mapping) else held for key, held in optimizer.state.items()}
-    return {key: tree_map(start, held) for key, held in plain.items()}  # torch's trees know no subclass of dict
+    held_by = {key: dict(held) if isinstance(held, Mapping) else held for key, held in optimizer.state.items()}
+    return {key: tree_map(start, held) for key, held in held_by.items()}  # torch's trees know no subclass of dict
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a state's tensor has elements to look at, unlike sparse or quantized ones."""
+    return not (unlike_memory(tensor) or is_made_of_others(tensor))
 
 
 def _set_back(held: Any, starts: Any) -> None:
@@ -330,12 +341,14 @@ def _set_back(held: Any, starts: Any) -> None:
             local = to_local(value)
             if isinstance(was, Tensor) and was.shape == local.shape:
                 local.copy_(was)
-            elif isinstance(was, bool | int | float) or local.dtype != torch.bool:  # masks stay
-                local.fill_(was if isinstance(was, bool | int | float) else 0)
+            elif isinstance(was, bool | int | float) and was:
+                local.fill_(was)
+            elif was is not None or local.dtype != torch.bool:  # masks stay
+                local.zero_()
         elif isinstance(value, Mapping | list | tuple):
             _set_back(value, was)
         elif isinstance(held, MutableMapping | list) and (was is not None or name in _COUNTERS):
-            held[name] = was or 0
+            held[name] = 0 if was is None else was
 
 
 def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -537,7 +550,9 @@ class GroupSettings:
         """Sets the optimizer's state in the group back to what the user gave; a counter, maybe of before, to zero."""
         for name in self.state_names & {*self.group}:
             if name in self.given:
-                self.group[name] = 0 if name in _COUNTERS else _copy(self.given[name])
+                self.group[name] = _copy(self.given[name])
+                if name in _COUNTERS and isinstance(self.group[name], int | Tensor):
+                    self.group[name] *= 0
             else:
                 del self.group[name]
         self.changed()  # so that these changes do not count as the user's

@@ -593,7 +593,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _before_change(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes."""
-        self._weights.take_back()
+        if self._weights.aside:
+            self._weights.take_back()
         if self._weights.aside:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
