@@ -78,8 +78,8 @@ class LocalDeMo(ReplicatedOptimizer):
             MessageError, DriftError: as in `DeMo`; if nothing of a round was applied, its pseudo-gradient stays in the
             error.
 
-    If a gradient is not finite, all ranks skip the round; in a folder the others refuse only that message. The rank
-    with that gradient drops its local steps since the last round, and its inner optimizers restart with empty state.
+    If a gradient leaves weights or an inner state not finite, all ranks skip the round; in a folder the others refuse
+    only that message. That rank drops its local steps since the last round, and its inner optimizers restart empty.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
