@@ -13,7 +13,7 @@ train: $(VENV)/.train
 	$(BIN)/demopt train --workers 2 --device cpu --out runs/first --overwrite
 
 test: $(VENV)/.test $(VENV)/azurite/.installed check
-	$(BIN)/pytest --numprocesses auto --dist worksteal
+	$(BIN)/pytest --numprocesses auto --dist worksteal --durations 10
 
 # Lightning, torchtitan and Ray, with their dependencies, in an environment that also sees all of VENV, such as torch.
 test-integrations: $(FRAMEWORKS)/.test
