@@ -592,18 +592,20 @@ def test_state_in_groups_restarts_with_the_rest_after_a_gradient_that_is_not_fin
 class Signs(torch.optim.Optimizer):
     """Moves by the signs of a momentum, as Lion: its steps are finite where that is not. It counts in the group."""
 
-    def __init__(self, parameters, lr=0.01, **masks):
+    def __init__(self, parameters, lr=0.01, counts=True, **masks):
         super().__init__(parameters, {"lr": lr})
+        self.counts = counts
         for parameter in [parameter for group in self.param_groups for parameter in group["params"] if masks]:
             self.state[parameter]["mask"] = torch.ones_like(parameter).triu_().bool()
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            if self.counts:
+                group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 1 / group["step"])
+                momentum.lerp_(parameter.grad, 1 / group.get("step", 2))
                 move = momentum.nan_to_num().sign() * self.state[parameter].get("mask", 1)
                 parameter.sub_(group["lr"] * move)
 
@@ -737,6 +739,7 @@ def test_worker_of_a_folder_that_has_frozen_a_parameter_is_told_to_thaw_it():
     "inner",
     [
         *(torch.optim.NAdam, torch.optim.Rprop, torch.optim.Adagrad, Signs, partial(Signs, masks=True)),
+        partial(Signs, counts=False),
         partial(torch.optim.Adagrad, initial_accumulator_value=1.0),
     ],
 )

@@ -225,6 +225,9 @@ def test_shallow_copy_leaves_the_comparison_of_settings_to_the_original():
     facts = optimizer.replicator.wiring().facts()
     copy.copy(optimizer)
     assert optimizer.replicator.wiring().facts() == facts
+    optimizer = copy.copy(optimizer)  # the original has no other name now
+    train(optimizer, range(3))
+    assert optimizer.replicator.wiring().facts() == facts
 
 
 def test_shared_shows_the_global_weights_and_takes_them_back():

@@ -121,7 +121,9 @@ def test_settings_changed_later_are_named_before_apply(exchange, change, said):
 def test_settings_of_local_demo_are_named_as_its_arguments(exchange, name):
     """Its `param_groups` are those of the inner optimizer, whose lr is another one."""
     value = [0.25, 0.5][exchange.rank] if name != "top_k" else [24, 25][exchange.rank]
-    refused = problems.refusal(problems.local(exchange, **{name: value}), rank=exchange.rank)
+    optimizer = problems.local(exchange, **{name: value})
+    assert "param_groups[0]['lr']" in optimizer.replicator.wiring().facts(), "as in the record of an earlier run"
+    refused = problems.refusal(optimizer, rank=exchange.rank)
     _assert_named(refused, 1, f"rank 1 has {name} = ")
 
 

@@ -82,7 +82,7 @@ class Codec:
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
     """Returns the codec with the settings that an optimizer got as its own arguments; TypeError for unknown ones."""
     names = [entry.name for entry in fields(Codec)]
-    given = {name: value for name, value in given.items() if name not in _OF_TORCH or value}
+    given = {n: value for n, value in given.items() if n not in _OF_TORCH or not (value is None or value is False)}
     for name in given:
         if name not in names:
             hint = _ABSENT[optimizer.__name__].get(name) or suggestion(

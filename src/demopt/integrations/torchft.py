@@ -26,6 +26,7 @@ from demopt.interrupts import uninterrupted
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round, Stats
+from demopt.replicator.wiring import fact_told
 from demopt.state import unmarked
 from demopt.validation import first_difference
 
@@ -284,7 +285,8 @@ def _compare_settings(workers: list[Participant], source: int, me: int) -> None:
     """Raises SettingsError if this worker is the odd one: the run goes on without it."""
     for worker in (workers[me], *workers):
         if found := first_difference(workers[source].settings, worker.settings):
-            told = "{0} = {2} here, and {1} in the run".format(*found)
+            name, there, here = found
+            told = f"{fact_told(name, worker.settings)} = {here} here, and {there} in the run"
             raise (
                 SettingsError(told) if worker is workers[me] else ExchangeError(f"a worker has other settings: {told}")
             )

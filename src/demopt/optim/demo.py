@@ -34,6 +34,8 @@ V2: dict[str, Any] = {
     "top_k": 32, "update": "signum", "codec": Codec(values="float32", reduction="mean"),
 }  # fmt: skip
 
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
 
 class DeMo(ReplicatedOptimizer):
     """Optimizer whose ranks exchange only the largest transform coefficients of their momenta.
@@ -103,7 +105,7 @@ class DeMo(ReplicatedOptimizer):
         **of_codec: Any,
     ) -> None:
         codec = codec_of(DeMo, of_codec, codec)
-        if any(frame.f_code.co_filename.endswith("zero_redundancy_optimizer.py") for frame, _ in walk_stack(None)):
+        if any(frame.f_globals.get("__name__") == _ZERO for frame, _ in walk_stack(None)):
             raise TypeError(
                 "ZeroRedundancyOptimizer gives each rank other parameters, and DeMo exchanges between ranks that have "
                 "the same: give DeMo all of the model's parameters, without ZeroRedundancyOptimizer"

@@ -11,7 +11,7 @@ import inspect
 import io
 import json
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
@@ -39,7 +39,7 @@ Group = dict[str, Any]
 IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 #: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
-_COUNTERS = ("step", "steps", "t")  # of an optimizer's steps, in its state or groups
+_COUNTERS = ("step", "t")  # of an optimizer's steps, in its state or groups
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
 
@@ -145,7 +145,8 @@ class InnerOptimizers:
             first: Any = next((p for p in on_cpu if any(state.get(p) for state in states) and varies(p)), None)
             entries = [state.get(first) or {} for state in states] if first is not None else []
             for name, value in (pair for entry in entries for pair in entry.items()):
-                is_own = type(value) is Tensor and value.shape == first.shape and value.data_ptr() != first.data_ptr()
+                is_own = type(value) is Tensor and value.shape == first.shape and value.itemsize > 1  # no float8
+                is_own = is_own and value.data_ptr() != first.data_ptr()
                 if is_own and torch.equal(value, first):
                     return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
         return ""
@@ -159,25 +160,20 @@ class InnerOptimizers:
                 each.state.clear()
                 if inside := _inside(each):  # as SAM's, whose moments are there
                     inside.state.clear()
-        for settings in self._settings:
-            settings.restart()
+        defaults = [each.defaults for each in self.optimizers for _ in each.param_groups]
+        for settings, names in zip(self._settings, defaults, strict=False):
+            settings.restart(names)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all moments are finite. Those of torch's classes show in the weights; Lion moves by signs of its own.
+        """Whether all moments are finite. NaN in those of torch's classes shows in the weights; Lion moves by signs.
 
         Waits for the device, if an optimizer is not torch's.
         """
         others = [each for each in self.optimizers if not type(each).__module__.startswith(("torch.optim.", "demopt."))]
-        pairs = [
-            (parameter, value)
-            for each in others
-            for parameter, entry in each.state.items()
-            for value in (entry.values() if isinstance(entry, Mapping) else ())
-            if isinstance(parameter, Tensor) and isinstance(value, Tensor) and value.shape == parameter.shape
-        ]
-        moments = (to_local(value) for _, value in pairs if value.is_floating_point() and value.itemsize > 1)
-        return all_usable(each for each in moments if _is_plain(each))
+        pairs = [pair for each in others for pair in each.state.items()]
+        pairs = [pair for pair in pairs if isinstance(pair[0], Tensor) and isinstance(pair[1], Mapping)]
+        return all_usable(to_local(value) for p, entry in pairs for value in entry.values() if _is_moment(value, p))
 
     def facts(self, but: Collection[str] | None = None) -> dict[str, str]:
         """Returns the facts that ranks must share, by name; with `but`, without these and those that schedulers add."""
@@ -301,34 +297,47 @@ def _copied(value: Any, like: Tensor) -> Any:
 def _starts(optimizer: torch.optim.Optimizer) -> dict[Any, Any] | None:
     """Returns the state at construction, for `_set_back`; None if the optimizer makes its state in its first step.
 
-    Of torch's, only Adagrad makes it before. Equal elements are one number. After a training before, what is not zero.
+    Of torch's, only Adagrad makes it before. Equal elements are one number. After a training before, a new one's.
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if not optimizer.state or (is_torchs and not isinstance(optimizer, torch.optim.Adagrad)):
         return None
-    entries = [each for each in (*optimizer.state.values(), *optimizer.param_groups) if isinstance(each, Mapping)]
-    counts = [value for entry in entries for name, value in entry.items() if name in _COUNTERS]
-    plain = [each for each in counts if isinstance(each, int | float) or (isinstance(each, Tensor) and _is_plain(each))]
-    is_used = any(bool(each.any() if isinstance(each, Tensor) else each) for each in plain)
-    if is_used or any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
+    pairs = [pair for pair in optimizer.state.items() if isinstance(pair[0], Tensor) and isinstance(pair[1], Mapping)]
+    entries = {parameter: dict(held) for parameter, held in pairs}
+    counts = [each.get(name, 0) for each in (*entries.values(), *optimizer.param_groups) for name in _COUNTERS]
+    moments = [value for p, entry in pairs for value in entry.values() if _is_moment(value, p)]
+    is_used = any(map(_is_set, counts)) and any(map(_is_set, moments))
+    if is_used or any(p.is_meta for p in entries):
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Adagrad) else ()
         return {p: {"sum": group["initial_accumulator_value"]} for group in groups for p in group["params"]}
 
-    def start(value: Any) -> Any:
+    def start(value: Any, parameter: Tensor) -> Any:
         if not isinstance(value, Tensor) or not value.numel():
             return value
-        if not _is_plain(local := to_local(value)):
-            return 0
-        first = local.flatten()[0].item()
-        return first if bool((local == first).all()) else local.clone()
+        local = to_local(value)
+        first = local.flatten()[0].item() if _is_plain(local) else 0
+        if not _is_plain(local) or bool((local == first).all() & local.isfinite().all()):
+            return first
+        return 0 if _is_moment(value, parameter) else local.clone()
 
-    held_by = {key: dict(held) if isinstance(held, Mapping) else held for key, held in optimizer.state.items()}
-    return {key: tree_map(start, held) for key, held in held_by.items()}  # torch's trees know no subclass of dict
+    return {p: {name: tree_map(partial(start, parameter=p), v) for name, v in entries[p].items()} for p in entries}
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a state's tensor has elements to look at, unlike sparse or quantized ones."""
-    return not (unlike_memory(tensor) or is_made_of_others(tensor))
+def _is_set(value: Any) -> bool:
+    """Whether a counter or moment is not zero."""
+    return bool(to_local(value).any()) if _is_plain(value) else isinstance(value, int | float) and value != 0
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with elements to look at, here, unlike sparse or quantized ones, or of float8."""
+    if not isinstance(value, Tensor) or unlike_memory(local := to_local(value)) or is_made_of_others(local):
+        return False
+    return value.itemsize > 1 or not value.is_floating_point()
+
+
+def _is_moment(value: Any, parameter: Tensor) -> bool:
+    """Whether a value in a parameter's state is a plain tensor of floats shaped like it."""
+    return _is_plain(value) and value.is_floating_point() and value.shape == parameter.shape
 
 
 def _set_back(held: Any, starts: Any) -> None:
@@ -345,10 +354,11 @@ def _set_back(held: Any, starts: Any) -> None:
                 local.fill_(was)
             elif was is not None or local.dtype != torch.bool:  # masks stay
                 local.zero_()
-        elif isinstance(value, Mapping | list | tuple):
+        elif isinstance(value, Mapping | list | tuple | deque):
             _set_back(value, was)
-        elif isinstance(held, MutableMapping | list) and (was is not None or name in _COUNTERS):
-            held[name] = 0 if was is None else was
+        elif isinstance(value, int | float) and isinstance(held, MutableMapping | list):
+            usual = 0 if name in _COUNTERS else value
+            held[name] = was if isinstance(was, int | float) else usual
 
 
 def _by_parameter(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -546,13 +556,13 @@ class GroupSettings:
             if not (loaded and name in self.state_names):
                 self.given[name] = _copy(value)
 
-    def restart(self) -> None:
-        """Sets the optimizer's state in the group back to what the user gave; a counter, maybe of before, to zero."""
+    def restart(self, defaults: Collection[str]) -> None:
+        """Sets the optimizer's state in the group back to what the user gave, but counters of earlier steps to zero."""
         for name in self.state_names & {*self.group}:
             if name in self.given:
                 self.group[name] = _copy(self.given[name])
-                if name in _COUNTERS and isinstance(self.group[name], int | Tensor):
-                    self.group[name] *= 0
+                if name in _COUNTERS and name not in defaults and isinstance(self.group[name], int | Tensor):
+                    self.group[name] *= 0  # a new optimizer's group lacks it
             else:
                 del self.group[name]
         self.changed()  # so that these changes do not count as the user's

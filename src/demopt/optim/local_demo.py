@@ -593,8 +593,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _before_change(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes."""
-        if self._weights.aside:
-            self._weights.take_back()
+        self._weights.take_back(late=True)
         if self._weights.aside:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
@@ -722,7 +721,7 @@ class LocalDeMo(ReplicatedOptimizer):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        self._weights.take_back()
+        self._weights.take_back(late=True)
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self._rounds.settle()

@@ -61,6 +61,7 @@ class LocalWeights(Follower):
         self._one: Tensor | None = None  # the weight by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self._is_shown = False  # inside `shared`
+        self._shown: dict[Tensor, tuple[int, int]] = {}  # marks of the global weights there
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
@@ -315,7 +316,7 @@ class LocalWeights(Follower):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        self.take_back()
+        self.take_back(late=True)
         if self.aside or not self.global_of:
             yield
             return
@@ -325,22 +326,23 @@ class LocalWeights(Follower):
             with uninterrupted():
                 self.aside, self._is_shown = aside, True
                 self._copy((global_weight, local) for local, global_weight in self.global_of.items())
-                shown = self._marks
+                self._shown = self._marks
             yield
-            if self._are_changed(shown):
+            if self._are_changed(self._shown):
                 warn(f"the weights were changed inside shared(), which takes its own back. {TO_REPLACE}")
         finally:
             self._is_shown = False
             self.take_back()
 
-    @uninterrupted()
-    def take_back(self) -> None:
-        """Ends `shared`, at its end or, if an interrupt came just then, before the next call."""
+    def take_back(self, late: bool = False) -> None:
+        """Ends `shared`. `late`: in the next call, as after an interrupt then; weights that were loaded since stay."""
         if self.aside and not self._is_shown:
-            self._copy((kept, local) for local, kept in self.aside.items())
-            self.aside = {}
-            if self._left is not None:
-                self.note()
+            with uninterrupted():
+                if not (late and self._are_changed(self._shown)):
+                    self._copy((kept, local) for local, kept in self.aside.items())
+                self.aside = {}
+                if self._left is not None:
+                    self.note()
 
     def to_save(self, local: Tensor) -> dict[str, Tensor]:
         """Returns a parameter's weights for a state: the global ones, and those of this rank that differ."""

@@ -87,9 +87,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         note_optimizer(self)
 
     def __copy__(self) -> "ReplicatedOptimizer":
-        """Returns an object that shares all parts, also the replicator, which stays this one's."""
+        """Returns an object that shares all parts, and so this one, to which some refer weakly."""
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
+        vars(copied).update(vars(self), _copied_from=self)
         return copied
 
     @property

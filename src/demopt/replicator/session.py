@@ -26,7 +26,7 @@ from demopt.exchange.dtensor import groups_of_copies, parts_of, sharded_over, to
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator.route import Route
-from demopt.replicator.wiring import Wiring
+from demopt.replicator.wiring import Wiring, fact_told
 from demopt.validation import first_difference, warn
 from demopt.wire.checksum import byte_view, fingerprint
 from demopt.wire.layout import digest
@@ -208,7 +208,7 @@ def check_alike(exchange: Exchange, facts: dict[str, str], device: torch.device 
         for rank, other in enumerate(others, start=1):
             if (differing := first_difference(first, other)) is not None:
                 name, there, here = differing
-                raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {there}")
+                raise SettingsError(f"rank {rank} has {fact_told(name, first)} = {here} where rank 0 has {there}")
     return [theirs for _, theirs in told]
 
 

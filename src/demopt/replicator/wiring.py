@@ -1,6 +1,7 @@
 """The wiring of a replicator: all that follows from settings, parameters and the number of ranks, before a step."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -25,7 +26,7 @@ from demopt.wire.message import VERSION
 KERNELS = ("auto", "torch")
 #: A new route is a file and an entry here.
 ROUTES: dict[str, type[Route]] = {"gather": Route, "owner": Owner}
-#: LocalDeMo's arguments, by the hyper-parameters that they are: its users' `param_groups` have the inner optimizer's.
+#: LocalDeMo's arguments, by the hyper-parameters that they are.
 _OF_LOCAL = {"lr": "outer_lr", "momentum_decay": "error_decay", "update": "outer_momentum"}
 HARDWARE = "its hardware (update='muon' needs the same on all ranks; others, such as 'signum', do not)"
 
@@ -94,6 +95,12 @@ class Inputs:
         return replace(self, options=Options(self.options.route, kernels=self.options.kernels), values=values)
 
 
+def fact_told(name: str, facts: Mapping[str, str]) -> str:
+    """Returns the name by which users know a fact: LocalDeMo's argument, because its `param_groups` are the inner's."""
+    found = re.fullmatch(r"param_groups\[\d+\]\['(\w+)'\]", name)
+    return _OF_LOCAL.get(found[1], found[1]) if found and "sync_every" in facts else name
+
+
 def _comparable(value: Any) -> Any:
     """Returns the number in a value of torch or numpy; if it has none, its text, which `Hyperparameters` refuses."""
     try:
@@ -149,10 +156,7 @@ class Wiring:
         facts = {"route": options.route, "fingerprint_every": str(options.fingerprint_every)}
         facts |= {"delay": str(int(options.background)), **dict(options.config_facts()), "wire version": str(VERSION)}
         for number, settings in enumerate(self.settings):
-            if settings.momentum_is_error:  # the same in all groups, by the names of LocalDeMo's arguments
-                facts |= {_OF_LOCAL.get(name, name): text for name, text in settings.texts.items()}
-            else:
-                facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts.items()}
+            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts.items()}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"

@@ -383,8 +383,10 @@ def check_facts(record: Record, facts: dict[str, str], address: str, worker: str
         theirs = legible(record.version, 40)
         raise SettingsError(f"the run in {address} was started by demopt {theirs}, this is {__version__}; install that")
     if (differing := first_difference(record.facts, facts)) is not None:
+        from demopt.replicator.wiring import fact_told  # not above: the command status needs no torch
+
         name, there, here = differing
-        name, there = legible(name, 200), legible(there, 500)
+        name, there = legible(fact_told(name, facts), 200), legible(there, 500)
         thaw = "; call requires_grad_(True) before step() and finish_round()" if here == f"{there}, frozen" else ""
         raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}{thaw}")
 

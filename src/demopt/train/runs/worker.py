@@ -98,8 +98,9 @@ def train_in_folder(config: TrainConfig, run: FolderExchange | None = None, out:
         try:
             if config.threads or "OMP_NUM_THREADS" not in os.environ:  # torch has read that
                 torch.set_num_threads(config.threads or cores())
-            team, model = Team(0, 1, device, SingleRank()), model.to(device)
-            optimizer = make_optimizer(config, model, run)
+            with _fitting():
+                team, model = Team(0, 1, device, SingleRank()), model.to(device)
+                optimizer = make_optimizer(config, model, run)
             assert isinstance(optimizer, LocalDeMo)
             worker = Worker(config, out, team, corpus, model, optimizer, run)
             worker.train()
@@ -486,7 +487,7 @@ def export_model(address: str, key_file: str | None, given: Given) -> int:
         assert isinstance(optimizer, LocalDeMo)
         rounds = optimizer.observe()
     text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
-    with out.writing(), optimizer.shared():
+    with _fitting(), out.writing(), optimizer.shared():
         save(config, model, out.root, config.merge)
         save_tokenizer(config, out.root, text)
     return rounds
