@@ -5,6 +5,7 @@ import enum
 import itertools
 import math
 import threading
+from collections import deque
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -732,6 +733,31 @@ def test_worker_of_a_folder_that_has_frozen_a_parameter_is_told_to_thaw_it():
     problems.all_parameters(optimizer)[0].requires_grad_(False)
     with pytest.raises(SettingsError, match=r"frozen where the .*; call requires_grad_\(True\) before step\(\) and"):
         optimizer.finish_round()
+
+
+def test_optimizer_with_state_of_odd_forms_from_its_construction_restarts_and_trains_on():
+    (parameter,) = problems.parameters([(4, 4)])
+    inner = Signs([parameter])
+    odd = {
+        "float8": torch.ones(4, 4).to(torch.float8_e4m3fn), "sparse": torch.eye(4).to_sparse(), "step": torch.ones(3),
+        "array": numpy.ones(2), "queue": deque([torch.ones(2)]), "mode": "", "given": None, "scale": torch.arange(3.0),
+        "nested": {"count": 2, "list": [torch.zeros(2), 0.5]},
+    }  # fmt: skip
+    inner.state[parameter].update(odd)
+    optimizer = LocalDeMo(inner, sync_every=1)
+    for step in range(4):
+        odd["nested"]["count"], odd["nested"]["list"][1] = 9, 9.0
+        odd["scale"].add_(1)
+        problems.set_gradients([parameter], step)
+        if step == 1:
+            parameter.grad.fill_(torch.nan)
+        optimizer.step()
+        assert optimizer.stats.skipped == (step == 1)
+        if step == 1:
+            assert (odd["nested"]["count"], odd["nested"]["list"][1]) == (2, 0.5)
+            assert odd["scale"].tolist() == [0.0, 1.0, 2.0]
+            assert odd["queue"][0].tolist() == [0.0, 0.0]
+            assert (odd["array"].tolist(), odd["mode"], odd["given"]) == ([1.0, 1.0], "", None)
 
 
 @pytest.mark.parametrize("is_used", [True, False])

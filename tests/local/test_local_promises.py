@@ -203,7 +203,7 @@ def test_interrupt_at_either_end_of_shared_keeps_local_weights(at, monkeypatch):
     assert not optimizer._weights.aside
 
 
-@pytest.mark.parametrize("call", ["step", "shared", "deepcopy"])
+@pytest.mark.parametrize("call", ["step", "shared", "deepcopy", "resync"])
 def test_interrupt_before_shared_takes_its_weights_back_is_made_good_by_the_next_call(call, monkeypatch):
     optimizer, twin = make(), make()
     for each in (optimizer, twin):
@@ -211,7 +211,11 @@ def test_interrupt_before_shared_takes_its_weights_back_is_made_good_by_the_next
     with pytest.raises(KeyboardInterrupt), optimizer.shared():
         monkeypatch.setattr(LocalWeights, "take_back", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.undo()
-    if call == "shared":
+    if call == "resync":  # weights that were loaded since stay
+        for each in (optimizer, twin):
+            _load(each, 0.25)
+            each.resync(model=True)
+    elif call == "shared":
         with optimizer.shared():
             pass
         assert problems.same(problems.values(optimizer), problems.values(twin))

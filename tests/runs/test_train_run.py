@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import servers
@@ -486,6 +486,8 @@ def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replay
     assert re.search("--model nowhere|the run's model", export("empty", model="nowhere", code=2))
     for out, told in ((moved, f"would replace --model {moved}"), (machines.place / "first", "holds a run")):
         assert export(out, "--merge", code=2) == f"demopt: --out {out} {told}; give another --out\n"
+    with patch("demopt.train.runs.worker.begin", side_effect=MemoryError("no room")):
+        assert "the model does not fit into this machine's memory: no room" in export("large", code=2)
     assert export("early").startswith("the model after 3 rounds is in")
     seen = command("export", machines.run, "--out", machines.place / "early", "--model", moved, code=2)
     assert "already holds adapter_config.json; delete the model there, or give another --out" in seen

@@ -24,17 +24,17 @@ FIXED = ("chunk", "transform", "chunking")
 #: Those that determine the layout of messages, the state that is kept, or the route.
 LAYOUT = (*FIXED, "top_k", "values", "exact", "update", "clip_to_median")
 
-_OF_TORCH = ("foreach", "fused", "capturable", "differentiable")  # implementations, which frameworks may turn off
+IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers; they change no result
 #: Hints for arguments of other optimizers, by the name of ours.
 _ABSENT = {
     "DeMo": {
         "route": "; it always has gather: leave it out",
         **dict.fromkeys(("betas", "eps"), "; give momentum_decay, and update=demopt.AdamW(beta2=..., eps=...)"),
-        **dict.fromkeys(_OF_TORCH, "; leave it out"),
+        **dict.fromkeys(IMPLEMENTATIONS, "; leave it out"),
     },
     "LocalDeMo": {
         "alpha": "; all that was sent leaves the error: leave it out",
-        **dict.fromkeys(("lr", "betas", "eps", "weight_decay", *_OF_TORCH), "; give it to the inner optimizer"),
+        **dict.fromkeys(("lr", "betas", "eps", "weight_decay", *IMPLEMENTATIONS), "; give it to the inner optimizer"),
     },
 }
 
@@ -82,7 +82,7 @@ class Codec:
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
     """Returns the codec with the settings that an optimizer got as its own arguments; TypeError for unknown ones."""
     names = [entry.name for entry in fields(Codec)]
-    given = {n: value for n, value in given.items() if n not in _OF_TORCH or not (value is None or value is False)}
+    given = {n: v for n, v in given.items() if n not in IMPLEMENTATIONS or not (v is None or v is False)}
     for name in given:
         if name not in names:
             hint = _ABSENT[optimizer.__name__].get(name) or suggestion(

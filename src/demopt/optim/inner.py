@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import all_usable, check_apart, check_parameters
+from demopt.codec.hyperparameters import IMPLEMENTATIONS
 from demopt.errors import first_line
 from demopt.exchange.dtensor import cut_of, is_made_of_others, placed_as, shard_of, to_local, unlike_memory
 from demopt.optim.mistakes import NOT_MOVED
@@ -37,8 +38,8 @@ Group = dict[str, Any]
 #: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
 #: beside the parameters. A consolidated state has one copy of the groups, but each rank's entries of the parameters.
 IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
-#: The parameters, a scheduler's note, and torch's choices between implementations, which change no result.
-_NO_SETTINGS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+#: The parameters, a scheduler's note, and torch's choices.
+_NO_SETTINGS = ("params", "param_names", "initial_lr", *IMPLEMENTATIONS)
 _COUNTERS = ("step", "t")  # of an optimizer's steps, in its state or groups
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
@@ -145,9 +146,8 @@ class InnerOptimizers:
             first: Any = next((p for p in on_cpu if any(state.get(p) for state in states) and varies(p)), None)
             entries = [state.get(first) or {} for state in states] if first is not None else []
             for name, value in (pair for entry in entries for pair in entry.items()):
-                is_own = type(value) is Tensor and value.shape == first.shape and value.itemsize > 1  # no float8
-                is_own = is_own and value.data_ptr() != first.data_ptr()
-                if is_own and torch.equal(value, first):
+                is_alike = type(value) is Tensor and _is_plain(value) and value.shape == first.shape
+                if is_alike and value.data_ptr() != first.data_ptr() and torch.equal(value, first):
                     return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
         return ""
 

@@ -706,7 +706,7 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check, also of parameters that were frozen, which `saved_of` lacks. From here on all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self.replicator.forget()
+            self.replicator.forget_round()
             self._follow_changes(saved_of)  # groups may have been added
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})

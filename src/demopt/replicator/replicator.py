@@ -680,14 +680,14 @@ class Replicator:
 
     # State
 
-    def forget(self) -> None:
+    def forget_round(self) -> None:
         """Forgets the round, without a word to the follower: weights and state that are about to come replace all."""
         forgotten, self.round = self.round, None
         self._await(forgotten)
 
     def restore(self, entries: State) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
-        self.forget()
+        self.forget_round()
         with uninterrupted():
             self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
             self.state.update(entries)

@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from demopt.errors import ExchangeError, MessageError, SettingsError
+from demopt.replicator.wiring import fact_told
 from demopt.runs.key import ForeignError
 from demopt.runs.reading import Reading, Reads, count, reading_of, reads_of
 from demopt.runs.store import MOST_JSON, RECORD, Store
@@ -383,8 +384,6 @@ def check_facts(record: Record, facts: dict[str, str], address: str, worker: str
         theirs = legible(record.version, 40)
         raise SettingsError(f"the run in {address} was started by demopt {theirs}, this is {__version__}; install that")
     if (differing := first_difference(record.facts, facts)) is not None:
-        from demopt.replicator.wiring import fact_told  # not above: the command status needs no torch
-
         name, there, here = differing
         name, there = legible(fact_told(name, facts), 200), legible(there, 500)
         thaw = "; call requires_grad_(True) before step() and finish_round()" if here == f"{there}, frozen" else ""

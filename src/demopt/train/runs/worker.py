@@ -486,8 +486,8 @@ def export_model(address: str, key_file: str | None, given: Given) -> int:
         optimizer = make_optimizer(config, model, run)
         assert isinstance(optimizer, LocalDeMo)
         rounds = optimizer.observe()
-    text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
-    with _fitting(), out.writing(), optimizer.shared():
-        save(config, model, out.root, config.merge)
-        save_tokenizer(config, out.root, text)
+        text = not any(name.endswith(TOKEN_SUFFIXES) for name in config.data)
+        with out.writing(), optimizer.shared():
+            save(config, model, out.root, config.merge)
+            save_tokenizer(config, out.root, text)
     return rounds
