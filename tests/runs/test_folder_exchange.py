@@ -103,15 +103,15 @@ def test_note_that_is_a_function_is_asked_for_each_message_also_one_that_is_sent
 
 def test_sequences_of_a_left_out_message_stay_unsent_if_the_next_gradient_is_not_finite(store):
     first, second = joined(store)
-    second.run.unsent = 3
+    second.run.sequences.in_steps = 3
     rounds(first, second)
     first.round()
     for worker in (second, Worker(store, 1, state=second.state()).join()):
-        worker.run.unsent += 5
+        worker.run.sequences.in_steps += 5
         worker.model[0].weight.data.fill_(torch.nan)
         worker.optimizer.local_step()
         worker.optimizer.finish_round()
-        assert worker.run.unsent == 3
+        assert worker.run.sequences.unsent == 3
 
 
 def test_note_of_steps_that_were_not_finite_is_in_no_message_that_is_sent_again(store):
@@ -124,14 +124,16 @@ def test_note_of_steps_that_were_not_finite_is_in_no_message_that_is_sent_again(
     assert (second.run.left_out, second.run.decided.senders[0].note) == (2, None)
 
 
-@pytest.mark.parametrize("end", [{"rounds": 2}, {"total": 4, "wanted": 4}])
+@pytest.mark.parametrize("end", ["rounds", "sequences"])
 def test_late_worker_adds_no_round_to_a_run_that_has_ended(store, end):
     first, second = joined(store)
     for worker in (first, second):
-        for name, value in end.items():
-            setattr(worker.run, name, value)
+        if end == "rounds":
+            worker.run.rounds = 2
+        else:
+            worker.run.sequences.total = worker.run.sequences.wanted = 4
     for _ in range(2):
-        first.run.take(4)
+        first.run.sequences.take(4)
         rounds(first, second)
     assert second.run.left_out == 2
     assert (second.rounds, second.digest) == (2, first.digest)
@@ -322,12 +324,12 @@ def test_round_that_is_applied_in_part_is_drift_and_after_resync_no_step_counts_
 
     monkeypatch.setattr(Route, "apply", apply)
     worker.step()
-    worker.run.in_error = 1
+    worker.run.sequences.in_error = 1
     told = r"failed on this rank \(device is full\); its parameters are those of no round. Call resync\(\), which"
     with pytest.raises(DriftError, match=told):
         worker.step()
     worker.optimizer.resync()
-    assert (worker.run.unsent, worker.run.in_error) == (0, 0)
+    assert (worker.run.sequences.unsent, worker.run.sequences.in_error) == (0, 0)
     for each in (worker, worker, other, other):
         each.step()
     assert times_applied(store, [worker, other]) == [[1.0] * worker.taken, [1.0] * other.taken]

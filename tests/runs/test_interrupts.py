@@ -175,9 +175,9 @@ def test_interrupt_while_a_message_is_prepared_leaves_its_sequences_unsent(monke
     worker.step()
     with pytest.raises(KeyboardInterrupt):
         worker.step()
-    assert (worker.run.unsent, worker.state()["folder"]["unsent"]) == (2, 2)
+    assert (worker.run.sequences.unsent, worker.state()["folder"]["unsent"]) == (2, 2)
     worker.step()
-    assert worker.run.unsent == 0
+    assert worker.run.sequences.unsent == 0
 
 
 def test_round_whose_words_raise_an_error_counts_every_step_once():

@@ -32,9 +32,9 @@ class Reader(InTurns):
     """A worker whose tokens are the numbers that it has read, plus one; how many it wants differs each time."""
 
     def work(self) -> None:
-        self.run.total, self.run.wanted = TOTAL, 1 + (self.number + self.rounds) % 4
+        self.run.sequences.total, self.run.sequences.wanted = TOTAL, 1 + (self.number + self.rounds) % 4
         if len(self.tokens.pending) + 3 <= MOST:
-            self.tokens.pending += [number + 1 for number in self.run.take(3)]
+            self.tokens.pending += [number + 1 for number in self.run.sequences.take(3)]
 
 
 def lost(bare: Store) -> set[int]:
@@ -62,7 +62,7 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions):
                 carry_out("join", 0, 1)
             for worker in workers:
                 worker.turn("late" if turn < 60 or turn % 40 < 20 else "go")  # nobody waits for the dead for ever
-            if done := [worker.tokens.applied for worker in workers if worker.run.all_read]:
+            if done := [worker.tokens.applied for worker in workers if worker.run.sequences.are_all_read]:
                 break
         assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
         read, gone = Counter(token - 1 for token in done[0]), lost(bare)
@@ -102,10 +102,10 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
 def test_worker_whose_rounds_have_more_sequences_than_there_are_numbers_wants_all():
     worker = Worker(ObjectStore(), 0, sync_every=10**20)
     assert len(next(iter(demopt.RunSampler(worker.optimizer, 24, batch=2)))) == 2
-    assert worker.run.held == 22
+    assert worker.run.sequences.left == 22
     trainer = Mock(config=TrainConfig(sync_every=10**12), batch_of=lambda _: 10**11)
     trainers.Worker._want(trainer)
-    assert trainer.run.wanted == (1 << 62) - 1
+    assert trainer.run.sequences.wanted == (1 << 62) - 1
 
 
 def test_state_knows_what_its_local_steps_have_read():
@@ -164,9 +164,9 @@ def test_worker_that_the_last_round_has_left_out_saves_the_end_of_the_run():
 def test_message_of_a_sampler_that_brings_what_a_left_out_one_had_weighs_as_much(delay):
     store = ObjectStore()
     late, other = (Worker(store, n, sync_every=2, top_k=None, delay=delay).join() for n in range(2))
-    late.run.note = lambda: {"sequences": late.run.unsent}
+    late.run.note = lambda: {"sequences": late.run.sequences.unsent}
     batches = iter(demopt.RunSampler(late.optimizer, 80, batch=2))
-    other.run.total, sent = 80, []
+    other.run.sequences.total, sent = 80, []
     while len(sent) < 3:
         other.round(2 if len(sent) == 1 else 0)  # it decides rounds alone
         next(batches)
@@ -187,27 +187,27 @@ def test_sampler_goes_on_after_a_state_is_loaded_in_its_loop():
         elif number == 11:
             worker.optimizer.load_state_dict(state)
     assert {*read} == {*range(40)}
-    assert worker.run.all_read
+    assert worker.run.sequences.are_all_read
 
 
 @pytest.mark.parametrize("in_error", [0, 2])
 def test_sequences_of_local_steps_that_resync_drops_are_given_out_again_and_no_longer_counted(in_error):
     worker = Worker(ObjectStore(), 0).join()
-    worker.run.total, worker.run.wanted = 40, 6
+    worker.run.sequences.total, worker.run.sequences.wanted = 40, 6
     worker.round()
-    given = worker.run.take(6)
-    worker.run.unsent, worker.run.in_error = 6, in_error
+    given = worker.run.sequences.take(6)
+    worker.run.sequences.in_steps, worker.run.sequences.in_error = 6 - in_error, in_error
     worker.step()
     worker.optimizer.resync()
-    assert (worker.run.unsent, worker.run.take(6)) == (in_error, given[in_error:])
+    assert (worker.run.sequences.unsent, worker.run.sequences.take(6)) == (in_error, given[in_error:])
 
 
 def test_state_knows_what_its_error_has_read_where_the_catch_up_after_a_resync_has_failed(monkeypatch):
     worker = Worker(ObjectStore(), 0).join()
-    worker.run.total, worker.run.wanted = 40, 6
+    worker.run.sequences.total, worker.run.sequences.wanted = 40, 6
     worker.round()
-    given = worker.run.take(6)
-    worker.run.unsent, worker.run.in_error = 6, 2
+    given = worker.run.sequences.take(6)
+    worker.run.sequences.in_steps, worker.run.sequences.in_error = 4, 2
     worker.step()
     monkeypatch.setattr(worker.run, "manifest", Mock(side_effect=ExchangeError("away")))
     with pytest.raises(ExchangeError, match="away"):

@@ -76,7 +76,7 @@ def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(delay
     assert saved == "before the message" or again.optimizer.local_steps == (saved == "a step later")
     sent = applied(bare, again.optimizer.replicator.wiring().route.layout).view(-1, 128)[1, :kept].sum()
     is_dropped = saved == "before the message" and decided != "without it"  # all of it is in the later message
-    assert again.run.unsent == (0 if is_dropped else kept - sent)
+    assert again.run.sequences.unsent == (0 if is_dropped else kept - sent)
     steps(again, again, again)
     _, counts = times_applied(bare, [other, again])
     lost = range(kept, dies.taken)  # steps after the state was saved: in the message, or nowhere
@@ -333,7 +333,7 @@ def test_state_in_a_round_that_is_not_finite_has_none_of_its_sequences():
     with away, pytest.raises(ExchangeError, match="away"):
         worker.step()
     assert worker.state()["folder"]["unsent"] == 0
-    assert (worker.run.unsent, worker.optimizer.flush(), worker.run.unsent) == (2, None, 0)
+    assert (worker.run.sequences.unsent, worker.optimizer.flush(), worker.run.sequences.unsent) == (2, None, 0)
 
 
 def test_undecided_message_of_a_state_that_starts_another_run_is_in_the_error_of_that():
@@ -345,7 +345,7 @@ def test_undecided_message_of_a_state_that_starts_another_run_is_in_the_error_of
     early = {**state, "folder": {**state["folder"], "in_error": 0}}  # as before the message
     for each in (state, early):
         again = Counter(ObjectStore(), 1, state=each).join()
-        assert (again.run.unsent, again.run.in_error) == (2, 2)
+        assert (again.run.sequences.unsent, again.run.sequences.in_error) == (2, 2)
 
 
 def test_state_in_a_round_that_is_not_finite_keeps_what_was_unsent_before():

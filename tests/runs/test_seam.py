@@ -40,13 +40,14 @@ from demopt.train.runs import worker as trainers
 )
 def test_message_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, name, value, told):
     first, second = joined(store)
-    usual = getattr(first.run, name)
-    setattr(first.run, name, value)
+    holder = first.run if name == "note" else first.run.sequences
+    usual = getattr(holder, name)
+    setattr(holder, name, value)
     first.step()
     with pytest.raises((ValueError, TypeError), match=told):
         first.step()
     assert not log.look(store, 0).messages
-    setattr(first.run, name, "x" * 3000 if name == "note" else usual)
+    setattr(holder, name, "x" * 3000 if name == "note" else usual)
     first.run.leaving = torch.tensor(False)  # as a condition of a script may be
     rounds(first, second)
     assert (first.rounds, second.digest) == (1, first.digest)
@@ -315,7 +316,7 @@ def test_note_of_a_trainer_has_the_sequences_of_the_message_in_flight_that_was_l
     for quicker in (other, worker):  # the worker is late for the first round
         for member in sorted((worker, other), key=lambda each: each is not quicker):
             for _ in range(2):
-                member.run.unsent += member is worker
+                member.run.sequences.in_steps += member is worker
                 member.parameter.grad = torch.ones_like(member.parameter)
                 member.optimizer.local_step()
             trainer._finish_round(1.0) if member is worker else member.optimizer.finish_round()

@@ -176,7 +176,7 @@ class Counter(Member):
         self.optimizer.zero_grad()
         self.parameter.grad = torch.zeros_like(self.parameter)
         self.parameter.grad[self.number * 128 + self.taken - 1] = 1.0
-        self.run.unsent += 1
+        self.run.sequences.in_steps += 1
         self.optimizer.step()
 
     def ended(self) -> None:

@@ -11,12 +11,11 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
@@ -41,7 +40,7 @@ from demopt.runs.open_round import (
     renamed,
     tensor_of,
 )
-from demopt.runs.reading import MOST_NUMBER, Reading, Reads
+from demopt.runs.reading import Sequences
 from demopt.runs.stop import StopWish
 from demopt.runs.store import MOST_JSON, RECORD, Patient, Store, open_store
 from demopt.runs.weights import FolderRounds, SavedWorker
@@ -50,7 +49,7 @@ from demopt.version import __version__
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
-    from demopt.replicator.replicator import Replicator, Round
+    from demopt.replicator.replicator import Replicator
 
 T = TypeVar("T")
 # A worker's role in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent
@@ -133,11 +132,7 @@ class FolderExchange(VaryingExchange):
         self.note: Any = None
         self.leaving = False
         self.rounds = None
-        self.total = 0  # the run's sequences, of all epochs together; 0: the run does not hand out sequences
-        self.wanted = 0  # numbers that this worker wants to hold after the next round
-        self.unsent = 0  # sequences in its error and local steps: the trainer, or `RunSampler`, adds what it trains on
-        self.in_error = 0  # of these, those in the error: from a message that was not listed
-        self.weighs = False  # whether `unsent` is this worker's weight in a round: LocalDeMo's `samples`
+        self.sequences = Sequences(self)  # that this worker holds, reads and trains on
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40]
         self.worker = f"{host}-{os.urandom(4).hex()}"
         # The place of this worker's weights in the run, which `move_to` sets:
@@ -155,7 +150,6 @@ class FolderExchange(VaryingExchange):
         self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
-        self.given_out = set[int]()  # numbers that `take` gave out, at least those that no manifest has
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
         self._said = set[str]()  # texts that are said only once
         self.wish = StopWish(self.store, self.say_once)
@@ -307,60 +301,6 @@ class FolderExchange(VaryingExchange):
         with suppress(DemoptError, OSError):  # without the right to delete, they wait
             self.store.delete(name for each, name in self._greeted.items() if each >= number)
 
-    # The run's data
-
-    def take(self, most: int) -> list[int]:
-        """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
-
-        Empty until a manifest hands some out, as the first message requests, and once all are handed out.
-        """
-        found = [*islice((number for number in self._holds if number not in self.given_out), most)]
-        self.given_out |= {*found}
-        return found
-
-    @property
-    def unsent_reads(self) -> set[int]:
-        """Those of `given_out` that no manifest has: the next message counts them."""
-        return self._reading.read_first(self.worker, self.given_out) if self._reading else set()
-
-    def _reads(self) -> Reads | None:
-        """Returns the next message's account of this worker's data; None if the run hands out no sequences."""
-        theirs = self._reading
-        total, wanted = (check_count(name, getattr(self, name), 0, MOST_NUMBER) for name in ("total", "wanted"))
-        if not total:
-            return None
-        if theirs and theirs.total != total:
-            raise SettingsError(
-                f"the data of {self.worker} has {total:,} sequences in all epochs, that of the run in "
-                f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
-            )
-        self.given_out = self.unsent_reads  # those that a manifest has are never asked for again
-        return Reads(len(self.given_out), wanted, total)
-
-    def drop_steps(self) -> None:
-        """Notes that local steps are dropped: `take` gives out their numbers, the last ones that it gave, again."""
-        given = [number for number in self._holds if number in self.given_out]
-        dropped, self.unsent = self.unsent - self.in_error, self.in_error
-        self.given_out.difference_update(given[max(0, len(given) - dropped) :])
-
-    @property
-    def held(self) -> int:
-        """How many numbers this worker holds that `take` has not given out."""
-        return sum(number not in self.given_out for number in self._holds)
-
-    @property
-    def all_read(self) -> bool:
-        """Whether the manifests have all numbers: the run's data is read."""
-        return self._reading is not None and self._reading.position == self._reading.total
-
-    @property
-    def _reading(self) -> Reading | None:
-        return self.decided.reading if self.decided else None
-
-    @property
-    def _holds(self) -> Iterator[int]:
-        return self._reading.numbers(self.worker) if self._reading else iter(())
-
     # A round
 
     def attachment(self, wiring: Wiring, header: Header, fingerprint: int | None) -> Attached:
@@ -372,9 +312,10 @@ class FolderExchange(VaryingExchange):
         envelope = Envelope(
             run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
-            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self._reads(),
+            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self.sequences.reads(),
         )  # fmt: skip
-        return Attached(envelope, self.decided, self.round_began, in_message=self.unsent, in_error=self.in_error)
+        counts = self.sequences.in_steps, self.sequences.in_error
+        return Attached(envelope, self.decided, self.round_began, *counts)
 
     @property
     def late_again(self) -> int:
@@ -386,15 +327,6 @@ class FolderExchange(VaryingExchange):
         """The seconds that this worker says it needs for a round: twice as many each time it is `late_again`."""
         needed = max(self._needed, default=0.0) * 2.0 ** min(self.late_again, 64)
         return round(min(needed, LONGEST), 3)
-
-    def unsent_after(self, current: Round, is_listed: bool = False) -> tuple[int, int]:
-        """Returns `unsent` and `in_error` after a round."""
-        sent = current.attached
-        if not current.finite:  # its local steps are dropped, the error is as before
-            return self.unsent - (sent.in_message - sent.in_error), self.in_error
-        if is_listed:  # those of local steps since remain
-            return self.unsent - sent.in_message, 0
-        return self.unsent, sent.in_message  # which is all in the error
 
     def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> FolderOutcome:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
@@ -523,8 +455,8 @@ class FolderExchange(VaryingExchange):
     @property
     def is_complete(self) -> bool:
         """Whether these weights have all rounds of the run: all its sequences are read, or `rounds` is reached."""
-        if self.total:
-            return self.all_read
+        if self.sequences.total:
+            return self.sequences.are_all_read
         return self.rounds is not None and self.decided is not None and self.decided.round + 1 >= self.rounds
 
     @property

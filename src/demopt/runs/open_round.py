@@ -53,8 +53,8 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    in_message: int = 0  # sequences, of the error and of local steps
-    in_error: int = 0  # those of the error
+    in_steps: int = 0  # sequences in the message that come from local steps
+    in_error: int = 0  # and from the error
     is_resumed: bool = False  # from before a restart
 
 

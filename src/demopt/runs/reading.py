@@ -7,18 +7,118 @@ out again, first of all. So every number is read at least once, and twice only i
 a manifest listed its message.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, takewhile
-from typing import Any, NamedTuple
+from itertools import islice, pairwise, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from demopt.errors import MessageError
+from demopt.errors import MessageError, SettingsError
+from demopt.validation import check_count
+
+if TYPE_CHECKING:
+    from demopt.replicator.replicator import Round
+    from demopt.runs.exchange import FolderExchange
 
 MOST_NUMBER = (1 << 62) - 1  # the highest number, and the most numbers
 Span = tuple[int, int]  # first number, and the one after the last
+
+
+class Sequences:
+    """The sequences of one worker: those that it may read, and those that it has trained on and not sent.
+
+    A trainer, or `RunSampler`, sets `total`, `wanted` and `weigh`, takes numbers, and counts in `in_steps` what it
+    trains on.
+    """
+
+    def __init__(self, run: FolderExchange) -> None:
+        self._run = run
+        self.total = 0  # of the run, all epochs together; 0: the run does not hand out sequences
+        self.wanted = 0  # how many this worker wants to hold after the next round
+        self.weigh = False  # whether the unsent ones are this worker's weight in a round: LocalDeMo's `samples`
+        self.in_steps = 0  # trained on in local steps that no message has
+        self.in_error = 0  # trained on, and in the error: from messages that were not listed
+        self.taken = set[int]()  # numbers that `take` returned, at least those that no manifest counts as read
+
+    @property
+    def unsent(self) -> int:
+        """How many this worker has trained on, and no listed message has."""
+        return self.in_steps + self.in_error
+
+    def take(self, most: int) -> list[int]:
+        """Returns the next numbers for this worker to read, `most` at most; they count as read.
+
+        Empty until a manifest hands some out, as the first message requests, and once all are handed out.
+        """
+        found = [*islice((number for number in self._holds if number not in self.taken), most)]
+        self.taken |= {*found}
+        return found
+
+    @property
+    def taken_first(self) -> set[int]:
+        """The taken numbers before the first one that is not: the next message counts these as read."""
+        return {*takewhile(self.taken.__contains__, self._holds)}
+
+    @property
+    def left(self) -> int:
+        """How many numbers this worker holds that `take` has not returned."""
+        return sum(number not in self.taken for number in self._holds)
+
+    @property
+    def are_all_read(self) -> bool:
+        """Whether the manifests count all of the run's numbers as read."""
+        return self._reading is not None and self._reading.position == self._reading.total
+
+    @property
+    def _reading(self) -> Reading | None:
+        return self._run.decided.reading if self._run.decided else None
+
+    @property
+    def _holds(self) -> Iterator[int]:
+        return self._reading.numbers(self._run.worker) if self._reading else iter(())
+
+    # In a round
+
+    def reads(self) -> Reads | None:
+        """Returns the next message's account; None if the run hands out no sequences."""
+        run, theirs = self._run, self._reading
+        total, wanted = (check_count(name, getattr(self, name), 0, MOST_NUMBER) for name in ("total", "wanted"))
+        if not total:
+            return None
+        if theirs and theirs.total != total:
+            raise SettingsError(
+                f"the data of {run.worker} has {total:,} sequences in all epochs, that of the run in "
+                f"{run.store.address} has {theirs.total:,}; give all workers the same data and epochs"
+            )
+        self.taken = self.taken_first  # those that a manifest counts are never asked for again
+        return Reads(len(self.taken), wanted, total)
+
+    def after(self, current: Round, is_listed: bool) -> tuple[int, int]:
+        """Returns `in_steps` and `in_error` after a round: local steps since its message remain in the former."""
+        sent, in_error = current.attached, 0
+        if not current.finite:  # its local steps are dropped, the error is as before
+            in_error = self.in_error
+        elif not is_listed:
+            in_error = sent.in_steps + sent.in_error
+        return self.in_steps - sent.in_steps, in_error
+
+    def end(self, current: Round, is_listed: bool) -> None:
+        """Counts after a round."""
+        self.in_steps, self.in_error = self.after(current, is_listed)
+
+    def drop_steps(self) -> None:
+        """Notes that local steps are dropped: `take` returns their numbers, the last ones that it returned, again."""
+        taken = [number for number in self._holds if number in self.taken]
+        self.taken.difference_update(taken[max(0, len(taken) - self.in_steps) :])
+        self.in_steps = 0
+
+    def drop(self) -> None:
+        """Notes that local steps and error are dropped."""
+        self.taken, self.in_steps, self.in_error = set(), 0, 0
 
 
 class Reads(NamedTuple):
@@ -49,7 +149,7 @@ class Reading:
     held: dict[str, list[Span]] = field(default_factory=dict)  # by worker, in the order in which it reads them
     returned: list[Span] = field(default_factory=list)  # to be handed out again, first of all
 
-    def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> "Reading":
+    def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> Reading:
         """Returns the next round's reading. `read`: the count that each worker has read; `wanted`: is to hold."""
         held, returned, unread = {}, list(self.returned), self.unread
         for worker in sorted(self.held):
@@ -76,10 +176,6 @@ class Reading:
     def position(self) -> int:
         """How many numbers the manifests so far count as read."""
         return self.unread - count(self.returned) - sum(map(count, self.held.values()))
-
-    def read_first(self, worker: str, read: Set[int]) -> set[int]:
-        """Returns the numbers that a worker has read before the first one that it has not: a message counts those."""
-        return {*takewhile(read.__contains__, self.numbers(worker))}
 
     def numbers(self, worker: str) -> Iterator[int]:
         """Yields the numbers that a worker holds, in reading order; one by one, because a stranger may write many."""

@@ -54,18 +54,18 @@ class RunSampler:
         self.seed = check_count("seed", seed, low=-(1 << 63))
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
-        self.run.total = self.sequences * check_count("epochs", epochs)
-        self.run.weighs = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
+        self.run.sequences.total = self.sequences * check_count("epochs", epochs)
+        self.run.sequences.weigh = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
 
     def __iter__(self) -> Iterator[list[int]]:
         optimizer, run = self.optimizer, self.run
         ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
-        run.wanted = min(self.batch * optimizer.sync_every * ahead, MOST_NUMBER)
+        run.sequences.wanted = min(self.batch * optimizer.sync_every * ahead, MOST_NUMBER)
         optimizer.join()
         while not (run.is_over or run.leaving):
-            numbers = run.take(self.batch)
+            numbers = run.sequences.take(self.batch)
             if numbers:
-                run.unsent += len(numbers)
+                run.sequences.in_steps += len(numbers)
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
                 if not run.joined:  # a state was loaded meanwhile
                     optimizer.join()

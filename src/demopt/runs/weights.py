@@ -82,7 +82,10 @@ class SavedWorker:
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(found.worker) and isinstance(found.before, str)
             if not (named and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)):
                 raise TypeError
-            return replace(found, in_error=max(found.in_error, found.in_message))  # also in early states
+            found = replace(found, in_error=max(found.in_error, found.in_message))  # also in early states
+            if found.in_error > found.unsent:
+                raise ValueError
+            return found
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None
 
@@ -144,7 +147,7 @@ class FolderRounds(Rounds):
         of_run = None if run.restored is None else run.restored.run
         started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
         if started:
-            run.given_out.clear()  # from a state of another run; the content of its message is in the error
+            run.sequences.taken.clear()  # from a state of another run; the content of its message is in the error
             run.restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
@@ -211,7 +214,7 @@ class FolderRounds(Rounds):
         with uninterrupted():
             self.take(newest)
             self.replicator.follower.adopt()
-            self.run.drop_steps()
+            self.run.sequences.drop_steps()
             self.run.role = "observer"
 
     def _resume_round(self, message: log.Envelope, before: Manifest | None, sequences: int) -> None:
@@ -219,7 +222,7 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), in_message=sequences, is_resumed=True)
+        attached = Attached(envelope, before, round_began=time.monotonic(), in_error=sequences, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -247,8 +250,8 @@ class FolderRounds(Rounds):
         run = self.run
         if run.restored is not None:  # otherwise its message would leave the momentum once more
             run.restored = replace(run.restored, message=None, read=[], unsent=0, in_message=0, in_error=0)
-        run.given_out.clear()  # whoever holds them reads them again
-        run.unsent = run.in_error = run.left_out = 0  # nothing is left to be sent again
+        run.sequences.drop()  # whoever holds them reads them again
+        run.left_out = 0  # nothing is left to be sent again
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -267,7 +270,7 @@ class FolderRounds(Rounds):
         drop_steps()
         if not self.has_joined:
             self.join()
-        self.run.drop_steps()  # only now, because a state's message may have come first
+        self.run.sequences.drop_steps()  # only now, because a state's message may have come first
         self._may_be_behind = True  # also after an error, which may leave the weights of an older round
         with self.replicator.follower.moved_by_others():
             self.take(self._newest_checkpoint(least=0))
@@ -284,8 +287,9 @@ class FolderRounds(Rounds):
         return may_end and self.run.is_over
 
     def weigh(self) -> None:
-        if self.run.weighs:  # only now is it known whether the next message has the sequences of the last one, too
-            self.replicator.samples = min(max(1, self.run.unsent), MOST_SAMPLES)
+        sequences = self.run.sequences
+        if sequences.weigh:  # only now is it known whether the next message has those of the last one, too
+            self.replicator.samples = min(max(1, sequences.unsent), MOST_SAMPLES)
 
     def exchange_and_apply(self) -> bool:
         """Exchanges the round and ends it; then catches up, if the run went on without this worker.
@@ -326,13 +330,13 @@ class FolderRounds(Rounds):
                 try:
                     replicator.apply(messages)
                 except DriftError:  # what was sent has left the momentum
-                    run.unsent, run.in_error = run.unsent_after(current, is_listed)
+                    run.sequences.end(current, is_listed)
                     raise
                 self._may_be_behind = not is_listed  # later rounds may be decided already
             else:
                 replicator.mark_applied()
                 self._may_be_behind = outcome.ended == "covered"  # after a drift the user calls `resync`
-            run.unsent, run.in_error = run.unsent_after(current, is_listed)
+            run.sequences.end(current, is_listed)
             run.note_outcome(outcome)
         if outcome.ended == "drifted":
             told = f"the weights of worker {run.worker} differ from those of {outcome.manifest.author}"
@@ -495,23 +499,26 @@ class FolderRounds(Rounds):
 
     def entry(self) -> dict[str, Any]:
         run = self.run
+        sequences = run.sequences
         if run.role == "outside":
             return {}
         if run.restored is not None:
-            return replace(run.restored, unsent=run.unsent).entry()  # local steps may have come since
+            return replace(run.restored, unsent=sequences.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
-        unsent, in_error = (run.unsent, run.in_error) if current is None else run.unsent_after(current)
+        in_steps, in_error = sequences.in_steps, sequences.in_error
         message, in_message = None, 0
-        if current is not None and current.finite and current.message is not None:
-            message, in_message = envelope_of(current.attached, current.message), current.attached.in_message
-        reads = run.given_out if self._may_be_behind else run.unsent_reads  # by the manifest of these weights
+        if current is not None:  # its message may stay unlisted
+            in_steps, in_error = sequences.after(current, is_listed=False)
+            if current.finite and current.message is not None:
+                message, in_message = envelope_of(current.attached, current.message), in_error
+        reads = sequences.taken if self._may_be_behind else sequences.taken_first  # by the manifest of these weights
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
         return SavedWorker(
             run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(reads),
-            sent_from=sent_from, unsent=unsent, in_message=in_message, in_error=in_error,
+            sent_from=sent_from, unsent=in_steps + in_error, in_message=in_message, in_error=in_error,
         ).entry()  # fmt: skip
 
     def read_entry(self, entry: Any) -> SavedWorker | None:
@@ -521,8 +528,9 @@ class FolderRounds(Rounds):
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._may_be_behind = self.run, False
         run.move_to(None, stops=False)  # until `join` has the state's manifest
-        run.role, run.restored, run.given_out = "outside", saved, set()
-        run.unsent = run.in_error = run.left_out = 0
+        run.sequences.drop()
+        run.role, run.restored, run.left_out = "outside", saved, 0
         if saved is not None:
-            run.role, run.given_out = "joining", {*saved.read}
-            run.unsent, run.in_error, run.sent_from = saved.unsent, saved.in_error, saved.sent_from
+            run.role, run.sent_from = "joining", saved.sent_from
+            run.sequences.taken = {*saved.read}
+            run.sequences.in_error, run.sequences.in_steps = saved.in_error, saved.unsent - saved.in_error

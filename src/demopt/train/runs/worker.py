@@ -181,10 +181,10 @@ class Worker(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         config, run, corpus = self.config, self.run, self.corpus
-        run.total = sequences(corpus.train, config) * (config.epochs or 0)
+        run.sequences.total = sequences(corpus.train, config) * (config.epochs or 0)
         run.rounds = math.ceil(config.steps / config.sync_every) if config.steps else None
         run.note = self._note
-        run.weighs = config.top_k is None  # by samples: a small machine counts for less
+        run.sequences.weigh = config.top_k is None  # by samples: a small machine counts for less
         self._loss = math.nan  # of the step that ends the round
         self.drawn = 0  # windows of this worker's stream
         self._step_sequences = 0  # of the step that was drawn last
@@ -216,7 +216,7 @@ class Worker(Training):
     def part(self) -> float | None:
         """With --epochs, the part of the run's sequences that its manifests have."""
         reading = self.run.decided.reading if self.run.decided else None
-        return reading.position / reading.total if reading and self.run.total else None
+        return reading.position / reading.total if reading and self.run.sequences.total else None
 
     @property
     def stream(self) -> int:
@@ -288,14 +288,14 @@ class Worker(Training):
         config, run, train = self.config, self.run, self.corpus.train
         while not (self.ended or run.stopping or run.leaving):
             size, self.number = self.batch_of(run.worker), self.steps_done + 1
-            if not run.total:
+            if not run.sequences.total:
                 self._step_sequences = size
                 parts = enumerate(passes(config, size), self.drawn + 1)
                 drawn = [batch(train, config, part, self.stream, size=each) for part, each in parts]
                 self.drawn += len(drawn)
                 return drawn
             self._want()
-            numbers = run.take(size)
+            numbers = run.sequences.take(size)
             self._step_sequences = len(numbers)
             if numbers:
                 return numbered(train, config, numbers)
@@ -305,20 +305,22 @@ class Worker(Training):
             else:
                 run.leaving = run.asked_to_stop()
                 self._finish_round(math.nan)
-        if run.total:
+        if run.sequences.total:
             self.number = self.steps_done  # rounds may have come since the last step
         return []
 
     def take_step(self, rows: list[Row], seconds: float, pause: bool) -> bool:
         """Takes a local step, and finishes a round if due or all is read. Returns whether `rows` may be reported."""
         run, row = self.run, rows[-1]
-        run.unsent += self._step_sequences
+        run.sequences.in_steps += self._step_sequences
         run.leaving = run.asked_to_stop() or self._is_at_last_step
         began = time.perf_counter()
         self.optimizer.local_step()
         local = time.perf_counter() - began
         self.measured(self._step_sequences, seconds)
-        has_read_all = bool(run.total) and not run.held  # all that it was given; later rounds may give more
+        has_read_all = (
+            bool(run.sequences.total) and not run.sequences.left
+        )  # all that it was given; later rounds may give more
         stats = self.optimizer.stats
         if run.leaving or has_read_all or self.optimizer.due:
             stats = self._finish_round(row["loss"])
@@ -338,7 +340,7 @@ class Worker(Training):
     def _want(self) -> None:
         """Says how many sequences this worker wants to hold: those of a round; with delay, of two."""
         ahead = 2 if self.optimizer.replicator.options.background else 1
-        self.run.wanted = min(self.batch_of(self.run.worker) * self.config.sync_every * ahead, MOST_NUMBER)
+        self.run.sequences.wanted = min(self.batch_of(self.run.worker) * self.config.sync_every * ahead, MOST_NUMBER)
 
     def _finish_round(self, loss: float) -> Stats:
         """Finishes the round; returns its cost. `loss`: of the step."""
@@ -360,7 +362,7 @@ class Worker(Training):
         self._hear()  # of a round that left this worker out, if it sends again at once
         self._count()
         loss = self._loss if math.isfinite(self._loss) else None
-        counts = {"sequences": self.run.unsent, "before": self._sequences}
+        counts = {"sequences": self.run.sequences.unsent, "before": self._sequences}
         return {"loss": loss, **counts, **self._validated, "speed": self.speed}
 
     def _count(self) -> None:
