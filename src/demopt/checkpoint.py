@@ -43,6 +43,32 @@ _KEY = re.compile(r"(?P<prefix>.*\.|)rank(?P<rank>\d+)(?P<rest>\.shard(?P<shard>
 _SHARDS = "the number of shards inside a node must be that of the checkpoint; the number of nodes may change"
 
 
+class _Entry:
+    """A rank's state of one parameter. DCP pickles each when it writes it, so that only one is copied at a time.
+
+    In the file it is a mapping: "values" holds tensors, numbers and text; "sharded" names those that are shards of
+    DTensors, saved as they lie here; "cut", of a sharded parameter, says how it is cut.
+    """
+
+    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = (), cut: str = "") -> None:
+        self.values, self.sharded, self.cut = values, [*sharded], cut
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # called by `dcp.async_save`
+        return _Entry(*self._as_saved(), self.cut)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values, sharded = self._as_saved()
+        cut = (("cut", self.cut),) if self.cut else ()
+        return OrderedDict, ((("values", values), ("sharded", sharded), *cut),)  # no dict: `weights_only` builds none
+
+    def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
+        local = {
+            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: pickle
+            for name, value in self.values.items()  # would write the whole storage of a view
+        }
+        return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]
+
+
 class LoadPlanner(DefaultLoadPlanner):
     """A planner for `dcp.load` that reads this rank's share of an `OptimizerState` that more or fewer ranks saved.
 
@@ -60,9 +86,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Adds the keys of other ranks; called by DCP."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         in_file = metadata.state_dict_metadata if metadata is not None else {}
-        # DCP reads an object per key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says. Those
-        # keys are this rank's; the keys of the old ranks that it takes over from replace them. A value only marks an
-        # object to read, which then replaces it (newer torch has None): this rank's entry serves for all.
+        # DCP reads an object per key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says. To this
+        # rank's keys come those of the old ranks that it takes over from. A value only marks an object to read, which
+        # then replaces it (newer torch has None): this rank's entry serves for all.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
@@ -77,8 +103,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that the file lacks, as when fewer ranks saved it. A key that the file has stays, even
-            # if another rank takes over from it: without any such key, DCP would take the file for one of torch 2.3.
+            # DCP refuses a key that the file lacks, as when fewer ranks saved it. All others stay, even if another rank
+            # takes over from one: without any such key, DCP would take the file for one of torch 2.3.
             if key not in in_file:
                 del self.state_dict[key]  # from the planner's table only; the state that DCP loads keeps it
 
@@ -197,32 +223,6 @@ def _values_of(entry: Any, like: Tensor | None = None) -> dict[str, Any]:
                 return dict(values)
             return {name: placed_as(value, like) if name in sharded else value for name, value in values.items()}
     raise ValueError(f"the checkpoint is damaged: an entry is a {type(entry).__name__}")
-
-
-class _Entry:
-    """A rank's state of one parameter. DCP pickles each when it writes it, so that only one is copied at a time.
-
-    In the file it is a mapping: "values" holds tensors, numbers and text; "sharded" names those that are shards of
-    DTensors, saved as they lie here; "cut", of a sharded parameter, says how it is cut.
-    """
-
-    def __init__(self, values: Mapping[str, Any], sharded: Sequence[str] = (), cut: str = "") -> None:
-        self.values, self.sharded, self.cut = values, [*sharded], cut
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # called by `dcp.async_save`
-        return _Entry(*self._as_saved(), self.cut)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        values, sharded = self._as_saved()
-        cut = (("cut", self.cut),) if self.cut else ()
-        return OrderedDict, ((("values", values), ("sharded", sharded), *cut),)  # no dict: `weights_only` builds none
-
-    def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
-        local = {
-            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: pickle
-            for name, value in self.values.items()  # would write the whole storage of a view
-        }
-        return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]
 
 
 class Reader(FileSystemReader):

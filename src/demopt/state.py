@@ -400,7 +400,7 @@ def _is_shared_alone(state: StateDict) -> bool:
     names = {name for entry in state.get("state", {}).values() for name in entry}
     has_settings = any("momentum_decay" in group for group in state.get("param_groups", ()))  # of DeMo
     is_of_demo = has_settings and {"step"} <= names <= {"step", *RULE_STATE}
-    return is_of_demo or ("global" in names and NAMES_IN_LOCAL["momentum"] not in names)
+    return is_of_demo or ("global" in names and "error" not in names)
 
 
 # A rank's part of them
@@ -425,7 +425,7 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
         check_form(part)
     states = separated(state)
     old_size = max((mark.world_size for each in states.values() for mark in savers_of(each)), default=len(states))
-    most = min(old_size, len(states) + 1)  # among these one is missing, even if a damaged mark names a huge number
+    most = min(old_size, len(states) + 1)  # enough to find a missing one: a damaged mark may name a huge number
     if missing := [str(old) for old in range(most) if old not in states]:
         raise ValueError(f"the state was saved by {old_size} ranks, but has nothing of rank {', '.join(missing)}")
     return part_or_share(states, rank, world_size, old_size)

@@ -58,12 +58,12 @@ def compress(
     `unscale` is a factor on them, as from GradScaler.
     """
     settings = chunk_group.settings
-    decay, scale = settings.momentum_decay, 1 - settings.momentum_decay  # b and s: a moving average (v2)
+    b, s = settings.momentum_decay, 1 - settings.momentum_decay  # a moving average (v2)
     if settings.gradient_scale == "lr":  # v1
-        scale = settings.lr
+        s = settings.lr
     elif settings.momentum_is_error:  # which decays in `subtract_sent`, not here
-        decay, scale = 1.0, 1.0
-    factors = (decay, unscale * (-scale if settings.maximize else scale))
+        b, s = 1.0, 1.0
+    factors = (b, unscale * (-s if settings.maximize else s))
     section = chunk_group.section
     # Steps 1 and 2: Z <- b Z + s T(G). T is linear, so this is T(b M + s G): the buffer holds Z and M is never formed.
     # Step 3: J, V, in the same pass over the blocks, because a block is then still in the cache.

@@ -248,7 +248,7 @@ class InnerOptimizers:
         self._follow()
         state = {number: _renamed(entry) for number, entry in state.items()}
         states_in_groups = [_unpacked_state(group, state) for group in groups]
-        values = [{name: held[0] for name, held in in_group.items() if held} for in_group in states_in_groups]
+        values = [{name: kept[0] for name, kept in in_group.items() if kept} for in_group in states_in_groups]
         whole_groups = [group | its_values for group, its_values in zip(groups, values, strict=True)]
         numbers = [number for group in groups for number in group["params"]]  # or names
         entries = {}
@@ -575,7 +575,7 @@ class GroupSettings:
 
 
 def _unpacked_state(group: Group, state: Mapping[int, dict[str, Any]]) -> dict[str, list[Any]]:
-    """Returns what `packed_state` has saved with a group's parameters: names, each with its value if that is plain."""
+    """Returns what `packed_state` has saved with a group's parameters: by name [value], or [] if it is not plain."""
     for number in group["params"]:
         if (packed := state.get(number, {}).get(IN_GROUP)) is not None:
             found: Any = None

@@ -461,7 +461,7 @@ class LocalDeMo(ReplicatedOptimizer):
         background = self.replicator.options.background
         if not self.replicator.is_open:  # the stats of a `flush` are no part of this round's
             self.replicator.stats = Stats(route=self.replicator.stats.route)
-        if self._end_open_round():  # and with it the run
+        if self._end_open_round():  # the run has ended, too
             return
         self.replicator.require_idle("step")  # a round that the user began is not rolled back
         if self.local_steps:  # not for a worker that only asks for sequences to read
@@ -473,14 +473,14 @@ class LocalDeMo(ReplicatedOptimizer):
                     self.replicator.send()
             return
         spent, again = self.replicator.stats, True  # by rounds that have ended in this step
-        while again:  # late twice in a row: the same content is sent again at once; D is 0 without local steps
+        while again:  # a worker that is late again sends the content of its error at once: D, without local steps, is 0
             with self._rounds.settled():
                 self._extract()
                 again = self._rounds.exchange_and_apply()
             self.replicator.stats = spent = self.replicator.stats.after(spent)
 
     def _end_open_round(self) -> bool:
-        """Ends a round in flight or left open; a signal handler that saves meanwhile does not forget it."""
+        """Ends a round in flight or left open, even if a signal handler saves meanwhile; returns if the run ended."""
         if self.replicator.is_open and self.local_steps:
             self._weights.hold_start()
         with self._rounds.settled():
@@ -495,9 +495,11 @@ class LocalDeMo(ReplicatedOptimizer):
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         unscale = None if self._inner.is_finite else math.nan  # D is then dropped
         if sends:
-            self.replicator.extract_and_send(starts, weights, unscale)  # while the device takes more steps
+            self.replicator.extract_and_send(
+                starts, minus=weights, unscale=unscale
+            )  # while the device takes more steps
         else:
-            self.replicator.extract(starts, unscale, weights, by_user)
+            self.replicator.extract(starts, unscale, minus=weights, by_user=by_user)
         current = self.replicator.round
         assert current is not None
         if not current.finite:
@@ -569,7 +571,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._follow_changes()
 
     def _attach_parts(self, is_new: bool) -> None:
-        """Makes all parts that neither a copy nor a file takes along."""
+        """Makes rounds and mistakes, and links the replicator to this optimizer: a copy or file has none of them."""
         self._rounds = self._rounds_with(self.replicator.session.process_group)
         self.mistakes = Mistakes(self, is_new)
         facts = weakref.WeakMethod(self._facts)  # weak: an optimizer that nobody holds lets its inner ones step
@@ -682,7 +684,7 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
-        if self.warns_of_saving and not self._all_states:  # of all ranks' states each gets its own weights back
+        if self.warns_of_saving and not self._all_states:  # a consolidated state has each rank's local weights
             self.mistakes.look_at_saving()
         return super().state_dict()
 
@@ -704,9 +706,9 @@ class LocalDeMo(ReplicatedOptimizer):
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
         self.replicator.let_travel()  # here, where a signal ends the wait
         with uninterrupted():
-            # The last check, also of parameters that were frozen, which `saved_of` lacks. From here on all is taken.
+            # The last check. `numbered` also has frozen parameters, which `saved_of` lacks. From here on all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self.replicator.forget_round()
+            self.replicator.forget_round()  # otherwise the weights would not follow to another device
             self._follow_changes(saved_of)  # groups may have been added
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})

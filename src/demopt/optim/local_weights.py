@@ -233,10 +233,13 @@ class LocalWeights(Follower):
 
     @uninterrupted()
     def follow(self, current: Round, before: Stage) -> None:
-        """A round has left "extracted", or a later stage: local weights move by the table."""
+        """A round has left "extracted", or a later stage: local weights move by the table.
+
+        Without delay a round is "extracted" while it travels.
+        """
         has_left = before != "extracted"  # D has left the weights: local steps since are the next round's
         if current.stage == "applied":
-            if not (has_left and self.steps_since):  # otherwise `land`, or the next round, moves them
+            if not (has_left and self.steps_since):  # with steps since, `land` or the next round moves them
                 self.adopt()
             return
         if has_left:
@@ -356,8 +359,8 @@ class LocalWeights(Follower):
     def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]], may_change: bool = True) -> None:
         """Restores the results of `to_save`, by parameter; others, frozen in that state, take the model's weights.
 
-        `may_change`: weights may still be loaded into the model, if this state, as Accelerate's `prepare` loads one,
-        changes nothing.
+        `may_change`: the optimizer may stay `untouched`, so that weights may still be loaded into the model, if this
+        state changes nothing, as that which Accelerate's `prepare` loads.
         """
         self.notice_loaded()
         before = self._hash_of_global() if self.untouched else None
@@ -370,7 +373,7 @@ class LocalWeights(Follower):
             if "start" in entry:
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
                 self._copy([(entry["start"], self.start_of[local])])
-        has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())
+        has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())  # rounds
         self.untouched = self.untouched and may_change and not has_trained and self._hash_of_global() == before
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:

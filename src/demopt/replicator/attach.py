@@ -85,7 +85,7 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
 def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) -> None:
     """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
-    It enters `mean_over` times, the ranks of the next mean: the current ones in a round, the old ones in `share_of`.
+    `mean_over`: the ranks that the next mean divides by, in a round the current ones, in `share_of` the old ones.
     """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
     rows = momentum[start : start + len(error)]

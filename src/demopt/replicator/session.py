@@ -41,8 +41,8 @@ _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_
 class Session:
     """This rank among the others: the exchange, its background thread, and the route that all have agreed on.
 
-    `regroup` makes a new one: a session holds none of the optimizer's state. In a folder it meets nobody: a worker
-    compares its settings with the record of the run (`FolderExchange.attachment`).
+    `regroup` makes a new one: a session holds none of the optimizer's state. In a folder its handshake is with itself:
+    a worker compares its settings with the record of the run (`FolderExchange.attachment`).
     """
 
     def __init__(self, process_group: Any, background: bool) -> None:

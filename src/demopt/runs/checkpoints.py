@@ -80,7 +80,7 @@ def _delete_old(run: FolderExchange, number: int) -> None:
     gone = [log.moments_name(each) for each in old]
     try:
         if not run.record.keep_log:
-            # Unless the first one there is the run's first, whoever deleted the one before it deleted its rounds, too.
+            # Whoever deleted the checkpoint before the first one there deleted its rounds, too.
             first = regular[0] if last > regular[0] > run.record.checkpoint_every else 0  # the first that may be there
             gone += log.pieces(run.store, range(max(run.cleared, first), last))
             gone += [log.checkpoint_name(run.record, each) for each in old]

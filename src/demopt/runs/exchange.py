@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ from demopt.runs.open_round import (
 from demopt.runs.reading import Sequences
 from demopt.runs.stop import StopWish
 from demopt.runs.store import MOST_JSON, RECORD, Patient, Store, open_store
-from demopt.runs.weights import FolderRounds, SavedWorker
+from demopt.runs.weights import FolderRounds, Role
 from demopt.validation import check_count, check_number, check_yes_or_no
 from demopt.version import __version__
 from demopt.wire.message import Header
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Replicator
 
 T = TypeVar("T")
-# A worker's role in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent
-# nothing; "joining": it has loaded a state, before which it may have sent something, until `join` ends; "joined"
-Role = Literal["outside", "observer", "joining", "joined"]
 _AT_ONCE = 8  # requests
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _REMEDY = (  # for a manifest that is gone or damaged
@@ -139,7 +136,6 @@ class FolderExchange(VaryingExchange):
         self.decided: Manifest | None = None  # of the round before these weights
         self.round_began = time.monotonic()  # when its seconds for the next round began: that manifest, or a hello
         self.stopping = False  # the run was stopped after this worker joined
-        self.restored: SavedWorker | None = None  # the loaded state whose weights these are
         # The rounds that this worker sent a message for, which `note_outcome` notes:
         self.last: FolderOutcome | None = None  # of the last one
         self.left_out = 0  # how many in a row have left it out, also those that moved nothing
@@ -147,7 +143,7 @@ class FolderExchange(VaryingExchange):
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self.sent_from = 0  # the round after its last message, as far as it knows; after a fork that may be an old one
+        self.sent_from = 0  # the round after that of its last message, which `OpenRound` notes; from a state: its own
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
@@ -421,7 +417,7 @@ class FolderExchange(VaryingExchange):
         """Notes the end of a round for which this worker sent a message."""
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.worker = outcome.envelope.worker
-        self.left_out = self.left_out + 1 if outcome.left_out else 0
+        self.left_out = self.left_out + 1 if outcome.was_left_out else 0
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if outcome.ended == "complete":
@@ -443,7 +439,7 @@ class FolderExchange(VaryingExchange):
 
         `stops`: a round on the way has ended the run. `known_at`: the time (monotonic) when it was known; None: now.
         """
-        self.decided, self.restored = decided, None
+        self.decided = decided
         self.round_began = time.monotonic() if known_at is None else known_at
         # A member that leaves out all others hides the wish to stop from them; who has heard it obeys after ten rounds.
         self.stopping = self.stopping or stops or (self.wish.is_heard and self.left_out > 9)

@@ -175,7 +175,7 @@ def draft(
     # After a stop, too, members keep what they hold: they may be back.
     reading = _reading(author, decided, members, {worker: each for worker, (each, _) in applied.items()})
     if stop := author.stop or any(message.stop for message, _ in messages.values()):
-        members = {}  # all end; `applied`, above, still counted them
+        members = {}  # all end; whether enough had sent was decided above, with them
     return Manifest(
         run=author.run,
         round=author.round,
@@ -475,7 +475,7 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
     if len({sender.worker for sender in senders}) < len(senders):
         raise MessageError(f"{name} is damaged: it lists a worker twice")
-    # As `draft` does. After a stop there are no members, and all that is listed counts.
+    # A stranger's may list too few; `draft` has dropped them in ours. After a stop there are no members: all counts.
     return manifest if _moves(senders, manifest.members) else replace(manifest, senders=[])
 
 

@@ -53,8 +53,8 @@ class Attached:
     envelope: Envelope
     decided: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
-    in_steps: int = 0  # sequences in the message that come from local steps
-    in_error: int = 0  # and from the error
+    from_steps: int = 0  # sequences in the message, from local steps
+    from_error: int = 0  # and from the error
     is_resumed: bool = False  # from before a restart
 
 
@@ -68,7 +68,7 @@ class FolderOutcome(Outcome):
     ended: Ending  # "complete": all messages are there; none if too few had sent, so that it moves nothing
     manifest: Manifest
     envelope: Envelope  # with this worker's own message
-    left_out: bool  # this message is neither listed nor refused: it was late, or too few had sent
+    was_left_out: bool  # this message is neither listed nor refused: it was late, or too few had sent
     needed: float  # seconds from the round before until the message was put, or the round found to be over
     waited: float  # seconds in all, without those in which this process slept
     slept: float  # seconds, as after SIGSTOP, while it waited for the last workers
@@ -123,14 +123,14 @@ class OpenRound:
             result, ended = join_results(self._wiring, []), "covered"  # the checkpoint comes instead
         if sent.weights is not None and manifest.weights not in (None, sent.weights):
             ended = "drifted"
-        left_out = row is None and sent.worker not in manifest.refused
-        if row is None and not left_out:
+        was_left_out = row is None and sent.worker not in manifest.refused
+        if row is None and not was_left_out:
             run.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[sent.worker]}")
-        overlooked = left_out and self._was_seen and bool(manifest.senders)
+        overlooked = was_left_out and self._was_seen and bool(manifest.senders)
         waited = time.monotonic() - began - self.slept
         for_a_request = 2 * self._longest_request > waited  # for the most part
         return FolderOutcome(
-            row, result, ended=ended, manifest=manifest, envelope=sent, left_out=left_out,
+            row, result, ended=ended, manifest=manifest, envelope=sent, was_left_out=was_left_out,
             needed=ready_at - self._attached.round_began,
             waited=waited, waited_for=() if for_a_request else self.waited_for, slept=self.slept,
             overlooked=overlooked, known_at=self.known_at,
@@ -177,7 +177,8 @@ class OpenRound:
     def _wait(self) -> Manifest:
         """After this worker's put: waits for the expected messages, then proposes; returns the round's manifest.
 
-        After a wish to stop it waits for nobody longer than `late`, except those that decide instead of it (`_ODD`).
+        After a wish to stop it waits for nobody longer than `late`. A worker with other weights than most waits longer,
+        so that one of those proposes.
         """
         run, put_at = self._run, self.put_at
         assert put_at is not None

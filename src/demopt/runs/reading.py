@@ -23,6 +23,7 @@ from demopt.validation import check_count
 if TYPE_CHECKING:
     from demopt.replicator.replicator import Round
     from demopt.runs.exchange import FolderExchange
+    from demopt.runs.open_round import Attached
 
 MOST_NUMBER = (1 << 62) - 1  # the highest number, and the most numbers
 Span = tuple[int, int]  # first number, and the one after the last
@@ -42,7 +43,7 @@ class Sequences:
         self.weigh = False  # whether the unsent ones are this worker's weight in a round: LocalDeMo's `samples`
         self.in_steps = 0  # trained on in local steps that no message has
         self.in_error = 0  # trained on, and in the error: from messages that were not listed
-        self.taken = set[int]()  # numbers that `take` returned, at least those that no manifest counts as read
+        self.taken = set[int]()  # numbers that `take` returned, except some that a manifest counts as read
 
     @property
     def unsent(self) -> int:
@@ -94,17 +95,18 @@ class Sequences:
                 f"the data of {run.worker} has {total:,} sequences in all epochs, that of the run in "
                 f"{run.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
-        self.taken = self.taken_first  # those that a manifest counts are never asked for again
+        self.taken = self.taken_first  # forgets those that a manifest counts: it hands them out to nobody again
         return Reads(len(self.taken), wanted, total)
 
     def after(self, current: Round, is_listed: bool) -> tuple[int, int]:
         """Returns `in_steps` and `in_error` after a round: local steps since its message remain in the former."""
-        sent, in_error = current.attached, 0
+        attached: Attached = current.attached
+        in_error = 0
         if not current.finite:  # its local steps are dropped, the error is as before
             in_error = self.in_error
         elif not is_listed:
-            in_error = sent.in_steps + sent.in_error
-        return self.in_steps - sent.in_steps, in_error
+            in_error = attached.from_steps + attached.from_error
+        return self.in_steps - attached.from_steps, in_error
 
     def end(self, current: Round, is_listed: bool) -> None:
         """Counts after a round."""

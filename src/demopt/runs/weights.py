@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 _QUIET = 10.0  # seconds of catching up until the user hears of it
 _TOLD_EACH = 60.0  # and how often from then on
 
+# A worker's role in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent
+# nothing; "joining": it has loaded a state, before which it may have sent something, until `join` ends; "joined"
+Role = Literal["outside", "observer", "joining", "joined"]
+
 
 @dataclass(frozen=True)
 class SavedWorker:
@@ -66,8 +70,8 @@ class SavedWorker:
     read: list[int]  # numbers of sequences that no manifest has as read
     sent_from: int  # the first round in which a message of this worker would be later than the state
     unsent: int  # sequences in its error and local steps
-    in_message: int  # sequences in the message
-    in_error: int = 0  # those in the error alone, the message's included; in early states, from before it was made
+    in_message: int  # those in the message
+    in_error: int = 0  # those in the error, which has the message's content, too
 
     @staticmethod
     def of(entry: Any) -> SavedWorker | None:
@@ -82,7 +86,7 @@ class SavedWorker:
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(found.worker) and isinstance(found.before, str)
             if not (named and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)):
                 raise TypeError
-            found = replace(found, in_error=max(found.in_error, found.in_message))  # also in early states
+            found = replace(found, in_error=max(found.in_error, found.in_message))  # early states lack the message's
             if found.in_error > found.unsent:
                 raise ValueError
             return found
@@ -99,13 +103,16 @@ class FolderRounds(Rounds):
 
     How a worker joins depends on what it brings:
 
-    | it has | it |
-    |---|---|
-    | the first weights | starts the run |
-    | no state | takes the newest checkpoint, then applies the rounds since |
-    | a state | goes on from there, and applies the rounds since |
-    | a state with a message | ends the message's round first: the manifest decides whether it counts |
-    | a state older than its worker's last message | drops what that state had not sent |
+    | it has | role | it |
+    |---|---|---|
+    | the first weights | outside | starts the run |
+    | no state | outside | takes the newest checkpoint, then applies the rounds since |
+    | the weights of `observe` | observer | applies the rounds since |
+    | a state | joining | goes on from there, and applies the rounds since |
+    | a state with a message | joining | ends the message's round first: the manifest decides whether it counts |
+    | a state older than its worker's last message | joining | drops what that state had not sent |
+
+    Then it has joined, until it loads a state, which `restore` keeps as `_restored` until the weights move: `_move_to`.
 
     Later it is *behind* after a round that it was left out of, or whose messages are gone: `_catch_up`. It is on a
     *fork* if the store let two manifests of one round win, and the run went on from the other one: `_leave_fork`.
@@ -118,6 +125,7 @@ class FolderRounds(Rounds):
     def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         super().__init__(replicator)
         self.run, self.moments = run, moments
+        self._restored: SavedWorker | None = None  # the loaded state whose weights these are
         self._may_be_behind = False  # rounds may have been decided without this worker, and not be applied
 
     @property
@@ -144,11 +152,11 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
-        of_run = None if run.restored is None else run.restored.run
+        of_run = None if self._restored is None else self._restored.run
         started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
         if started:
             run.sequences.taken.clear()  # from a state of another run; the content of its message is in the error
-            run.restored, run.sent_from = None, 0
+            self._restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
@@ -192,7 +200,7 @@ class FolderRounds(Rounds):
                         f"{run.store.address}; join with a new optimizer, or one that has loaded its state of this run"
                     )
                 self._take_first()
-            case "joining" if (saved := run.restored) is not None:
+            case "joining" if (saved := self._restored) is not None:
                 run.worker = saved.worker
                 if saved.before != log.digest_of(before):
                     other = f"round {self._number} is another one in {run.store.address} than in the state"
@@ -200,10 +208,10 @@ class FolderRounds(Rounds):
                 else:
                     if saved.message is not None:
                         self._resume_round(saved.message, before, saved.in_message)
-                    run.move_to(before, stops=False)
+                    self._move_to(before)
         if self.replicator.is_open:
             try:
-                self._exchange_and_end()
+                self._exchange_and_end(run.is_over)
             except DriftError as error:  # the state's weights had drifted before they were saved
                 run.say(f"{error.reason}; it takes the run's newest weights")
                 self.take(self._newest_checkpoint(least=0))
@@ -222,13 +230,13 @@ class FolderRounds(Rounds):
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), in_error=sequences, is_resumed=True)
+        attached = Attached(envelope, before, round_began=time.monotonic(), from_error=sequences, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
         """Drops what a state had not sent if this worker has sent it since, in a message of round `sent_from` or later.
 
-        A message that lies in the open round will count there: `put` finds it, and gives this worker a second name.
+        A message in the open round is yet to count. In that round this worker then sends under a second name.
         """
         run = self.run
         reads = [partial(run.manifest, number) for number in range(sent_from, self._number)]
@@ -248,8 +256,8 @@ class FolderRounds(Rounds):
         self.replicator.clear_momentum()
         self.replicator.follower.adopt()
         run = self.run
-        if run.restored is not None:  # otherwise its message would leave the momentum once more
-            run.restored = replace(run.restored, message=None, read=[], unsent=0, in_message=0, in_error=0)
+        if self._restored is not None:  # with its message, `join` would take that from the momentum
+            self._restored = replace(self._restored, message=None, read=[], unsent=0, in_message=0, in_error=0)
         run.sequences.drop()  # whoever holds them reads them again
         run.left_out = 0  # nothing is left to be sent again
 
@@ -297,14 +305,15 @@ class FolderRounds(Rounds):
         After an error the round may stay open, to be tried again: its message may be in the store by then, and count.
         Returns whether to send its content again at once: otherwise a worker that is always late would be in no round.
         """
-        was_over, current = self.run.is_over, self._exchange_and_end()
+        was_over = self.run.is_over
+        current = self._exchange_and_end(was_over)
         if self._may_be_behind:
             self._catch_up(was_over)
         return self.run.late_again > 0 and self.run.wants_next_round and current.finite
 
-    def _exchange_and_end(self) -> Round:
+    def _exchange_and_end(self, was_over: bool) -> Round:
         """The same without the catch-up, which comes anyway within `join`. Returns the round."""
-        current, was_over = self.replicator.round, self.run.is_over
+        current = self.replicator.round
         assert current is not None
         try:
             messages = self.replicator.exchange()
@@ -439,7 +448,7 @@ class FolderRounds(Rounds):
         result = self.run.results_of(manifest, wiring, self.replicator.header(wiring))
         with uninterrupted():
             self.replicator.apply_missed(result, self.run.received_bytes - received)
-            self.run.move_to(manifest, manifest.stop)
+            self._move_to(manifest, manifest.stop)
 
     # Forks
 
@@ -457,7 +466,8 @@ class FolderRounds(Rounds):
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
         run.say_that_copies_part()
-        # `before` is the manifest before, as the store has it now; the run went on, if it did, from `chosen`.
+        # `before`: the manifest before this round, as the store has it now; `chosen`: the digest of that from which the
+        # run went on, if it did.
         before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
         chosen = after.before if after else before.digest
         is_mine, is_there = chosen == mine_before, chosen == before.digest
@@ -479,12 +489,17 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`."""
-        stops = self.run.joined and self.run.has_stopped(checkpoint.before)
+        stops = self.has_joined and self.run.has_stopped(checkpoint.before)
         with uninterrupted():
             for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
                 tensor.copy_(value)
             self.replicator.round_number.fill_(checkpoint.number)
-            self.run.move_to(checkpoint.before, stops)
+            self._move_to(checkpoint.before, stops)
+
+    def _move_to(self, decided: Manifest | None, stops: bool = False) -> None:
+        """As `FolderExchange.move_to`, without this worker's message: the weights are no longer a loaded state's."""
+        self._restored = None
+        self.run.move_to(decided, stops)
 
     def lent_moments(self) -> Moments:
         if self.moments():
@@ -502,8 +517,8 @@ class FolderRounds(Rounds):
         sequences = run.sequences
         if run.role == "outside":
             return {}
-        if run.restored is not None:
-            return replace(run.restored, unsent=sequences.unsent).entry()  # local steps may have come since
+        if self._restored is not None:
+            return replace(self._restored, unsent=sequences.unsent).entry()  # local steps may have come since
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         in_steps, in_error = sequences.in_steps, sequences.in_error
@@ -512,7 +527,9 @@ class FolderRounds(Rounds):
             in_steps, in_error = sequences.after(current, is_listed=False)
             if current.finite and current.message is not None:
                 message, in_message = envelope_of(current.attached, current.message), in_error
-        reads = sequences.taken if self._may_be_behind else sequences.taken_first  # by the manifest of these weights
+        reads = (
+            sequences.taken if self._may_be_behind else sequences.taken_first
+        )  # the latter by the manifest of these weights: not the newest, if behind
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
@@ -527,9 +544,9 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._may_be_behind = self.run, False
-        run.move_to(None, stops=False)  # until `join` has the state's manifest
+        self._move_to(None)  # until `join` has the state's manifest
         run.sequences.drop()
-        run.role, run.restored, run.left_out = "outside", saved, 0
+        run.role, self._restored, run.left_out = "outside", saved, 0
         if saved is not None:
             run.role, run.sent_from = "joining", saved.sent_from
             run.sequences.taken = {*saved.read}
