@@ -3,7 +3,7 @@
 import copy
 import random
 import threading
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from unittest.mock import Mock
@@ -70,8 +70,18 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions):
     assert {number for number, times in read.items() if times > 1} <= gone, "a number was read twice"
 
 
+def reads_ahead(sampler, batches):
+    """The batches as a DataLoader with workers gives them: it asks for one ahead before it hands one on."""
+    asked = iter(sampler)
+    waiting = deque(islice(asked, batches))
+    while waiting:
+        waiting.extend(islice(asked, 1))
+        yield waiting.popleft()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay):
+def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay, ahead):
     store, read, futures = ObjectStore(), Counter[int](), list[Future[None]]()
     lock, both = threading.Lock(), threading.Barrier(2)
 
@@ -79,7 +89,8 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
         worker = Worker(store, number, late=60.0, delay=delay).join()
         if number < 2:
             both.wait(200.0)  # so that neither reads everything before the other is there
-        for batch in demopt.RunSampler(worker.optimizer, 101, batch=2 + number, epochs=2):
+        sampler = demopt.RunSampler(worker.optimizer, 101, batch=2 + number, epochs=2)
+        for batch in reads_ahead(sampler, ahead) if ahead else sampler:
             worker.step()
             with lock:
                 read.update(batch)
@@ -89,6 +100,8 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
                 worker.run.leaving = True
                 worker.optimizer.finish_round(last=True)
                 break
+        assert worker.run.is_over or worker.run.leaving
+        assert (worker.optimizer.local_steps, worker.run.sequences.in_steps) == (0, 0)
         worker.run.wait_for_uploads()
 
     with ThreadPoolExecutor(3) as pool:
@@ -97,6 +110,56 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
             future.result()
     assert len(futures) == 3
     assert read == Counter(dict.fromkeys(range(101), 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads, as newer Python says
+def test_data_loader_with_workers_reads_every_sequence_once():
+    worker, read = Worker(ObjectStore(), 0, sync_every=3), list[int]()
+    sampler = demopt.RunSampler(worker.optimizer, 50, batch=4)
+    for batch in torch.utils.data.DataLoader(range(50), batch_sampler=sampler, num_workers=2):
+        assert worker.run.sequences.unsent <= 3 * 4  # what is read ahead is not counted
+        worker.step()
+        read += batch.tolist()
+    assert sorted(read) == [*range(50)]
+    assert worker.run.is_over
+    assert worker.optimizer.local_steps == 0
+
+
+def test_state_does_not_count_what_a_loader_has_read_ahead():
+    worker = Worker(ObjectStore(), 0)
+    for _ in islice(reads_ahead(demopt.RunSampler(worker.optimizer, 50, batch=2), 4), 5):
+        worker.step()
+    again = Worker(worker.run.store, 0, state=worker.state())
+    batches = [batch for batch in demopt.RunSampler(again.optimizer, 50, batch=2) if again.step() is None or batch]
+    assert sum(map(len, batches)) == 50 - 5 * 2
+
+
+def test_lost_workers_sequences_that_come_after_a_loaders_end_are_told_and_read_by_the_next_loop():
+    store, read = ObjectStore(), list[int]()
+    lost, worker = Worker(store, 0).join(), Worker(store, 1)
+    lost.run.sequences.total, lost.run.sequences.wanted = 8, 6
+    lost.round()
+    sampler = demopt.RunSampler(worker.optimizer, 8, batch=2)
+
+    def loop() -> None:
+        for batch in reads_ahead(sampler, 3):
+            worker.step()
+            read.extend(batch)
+
+    with pytest.warns(UserWarning, match="iterate again"):
+        loop()
+    assert len(read) == 2
+    loop()
+    assert (sorted(read), worker.run.is_over) == ([*range(8)], True)
+
+
+def test_batch_that_a_loop_skips_counts_as_read():
+    worker, given = Worker(ObjectStore(), 0, sync_every=2), 0
+    for batch in demopt.RunSampler(worker.optimizer, 20, batch=2):
+        given += len(batch)
+        if given not in (4, 12):
+            worker.step()
+    assert (given, worker.run.is_over) == (20, True)
 
 
 def test_worker_whose_rounds_have_more_sequences_than_there_are_numbers_wants_all():

@@ -447,8 +447,11 @@ def test_run_of_a_script_without_rounds_is_told_to_commands_that_need_more(comma
     assert told in command(*words, *more.get(words[0], ()), code=2)
 
 
-def test_no_run_is_started_where_rounds_have_lost_theirs(tmp_path):
-    Worker(tmp_path, 0).round()
+@pytest.mark.parametrize("gone", [(), ("start", "rounds/00000000")], ids=["the record", "all that is old"])
+def test_no_run_is_started_where_rounds_have_lost_theirs(gone, tmp_path):
+    Worker(tmp_path, 0, checkpoint_every=2).round(2)
+    for name in gone:
+        shutil.rmtree(tmp_path / name)
     (tmp_path / "run").unlink()
     with pytest.raises(ExchangeError, match="has rounds of a run whose object run is gone"):
         open_run(str(tmp_path), None, patience=0.0)

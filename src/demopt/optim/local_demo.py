@@ -427,6 +427,7 @@ class LocalDeMo(ReplicatedOptimizer):
         else:
             loss = self._step_inside(closure)
         self._weights.steps_since += 1
+        self._rounds.note_step()
         self._weights.note()
         self.mistakes.look_after_step(collectives)
         self.replicator.stats = Stats(route=self.replicator.stats.route)

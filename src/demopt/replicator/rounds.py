@@ -153,6 +153,9 @@ class Rounds:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
         raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
 
+    def note_step(self) -> None:
+        """Notes a local step: in a folder, a sampler's batch has been trained on."""
+
     def weigh(self) -> None:
         """Sets the weight of the next message, if the trainer of a run in a folder counts what it has trained on."""
 

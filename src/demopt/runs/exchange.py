@@ -222,10 +222,15 @@ class FolderExchange(VaryingExchange):
     def read_record(self) -> Record | None:
         """Returns the record of the run in the store, or None. ExchangeError if a run's rounds are there without it."""
         record = log.read_record(self.store)
-        if record is None and log.look(self.store, 0).has_manifest:  # it has just begun, or is gone
+        if record is None and self._has_rounds():  # it has just begun, or is gone
             gone = f"{self.store.address} has rounds of a run whose object {RECORD} is gone"
             record = self.wait_for(partial(log.read_record, self.store), gone)
         return record
+
+    def _has_rounds(self) -> bool:
+        """Whether there are manifests: of the first round or, where a rule has deleted what is old, of a checkpoint."""
+        ends = (max(0, number - 1) for number in log.checkpoints(self.store))
+        return any(log.look(self.store, number).has_manifest for number in ends)
 
     def find_or_start(
         self, number: int, of_run: str | None, facts: dict[str, str], config_facts: Any, groups: list[Any],

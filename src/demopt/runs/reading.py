@@ -9,6 +9,7 @@ a manifest listed its message.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,7 +34,7 @@ class Sequences:
     """The sequences of one worker: those that it may read, and those that it has trained on and not sent.
 
     A trainer, or `RunSampler`, sets `total`, `wanted` and `weigh`, takes numbers, and counts in `in_steps` what it
-    trains on.
+    trains on; what it takes ahead of its steps, `note_step` counts.
     """
 
     def __init__(self, run: FolderExchange) -> None:
@@ -43,36 +44,58 @@ class Sequences:
         self.weigh = False  # whether the unsent ones are this worker's weight in a round: LocalDeMo's `samples`
         self.in_steps = 0  # trained on in local steps that no message has
         self.in_error = 0  # trained on, and in the error: from messages that were not listed
-        self.taken = set[int]()  # numbers that `take` returned, except some that a manifest counts as read
+        self.read = set[int]()  # numbers, except some that a manifest counts
+        self.ahead = deque[list[int]]()  # numbers by batch, the oldest first, that no step has trained on yet
 
     @property
     def unsent(self) -> int:
         """How many this worker has trained on, and no listed message has."""
         return self.in_steps + self.in_error
 
-    def take(self, most: int) -> list[int]:
-        """Returns the next numbers for this worker to read, `most` at most; they count as read.
+    def take(self, most: int, ahead: bool = False) -> list[int]:
+        """Returns the next numbers for this worker to read, `most` at most; they count as read, unless taken `ahead`.
 
         Empty until a manifest hands some out, as the first message requests, and once all are handed out.
         """
-        found = [*islice((number for number in self._holds if number not in self.taken), most)]
-        self.taken |= {*found}
+        found = [*islice(self._untaken, most)]
+        if not ahead:
+            self.read |= {*found}
+        elif found:
+            self.ahead.append(found)
         return found
 
+    def note_step(self) -> None:
+        """Counts the oldest batch that was taken ahead as read, because a local step has trained on it."""
+        if self.ahead:
+            numbers = self.ahead.popleft()
+            self.read |= {*numbers}
+            self.in_steps += len(numbers)
+
     @property
-    def taken_first(self) -> set[int]:
-        """The taken numbers before the first one that is not: the next message counts these as read."""
-        return {*takewhile(self.taken.__contains__, self._holds)}
+    def read_first(self) -> set[int]:
+        """The numbers that are read before the first one that is not: the next message counts these."""
+        return {*takewhile(self.read.__contains__, self._holds)}
 
     @property
     def left(self) -> int:
         """How many numbers this worker holds that `take` has not returned."""
-        return sum(number not in self.taken for number in self._holds)
+        return sum(1 for _ in self._untaken)
 
     @property
     def are_all_read(self) -> bool:
         """Whether the manifests count all of the run's numbers as read."""
         return self._reading is not None and self._reading.position == self._reading.total
+
+    @property
+    def are_all_held(self) -> bool:
+        """Whether no number is left to be handed out, unless a worker that holds some is lost."""
+        known = self._reading
+        return known is not None and known.unread == known.total and not known.returned
+
+    @property
+    def _untaken(self) -> Iterator[int]:
+        taken = self.read.union(*self.ahead)
+        return (number for number in self._holds if number not in taken)
 
     @property
     def _reading(self) -> Reading | None:
@@ -95,8 +118,8 @@ class Sequences:
                 f"the data of {run.worker} has {total:,} sequences in all epochs, that of the run in "
                 f"{run.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
-        self.taken = self.taken_first  # forgets those that a manifest counts: it hands them out to nobody again
-        return Reads(len(self.taken), wanted, total)
+        self.read = self.read_first  # forgets those that a manifest counts: it hands them out to nobody again
+        return Reads(len(self.read), wanted, total)
 
     def after(self, current: Round, is_listed: bool) -> tuple[int, int]:
         """Returns `in_steps` and `in_error` after a round: local steps since its message remain in the former."""
@@ -113,14 +136,15 @@ class Sequences:
         self.in_steps, self.in_error = self.after(current, is_listed)
 
     def drop_steps(self) -> None:
-        """Notes that local steps are dropped: `take` returns their numbers, the last ones that it returned, again."""
-        taken = [number for number in self._holds if number in self.taken]
-        self.taken.difference_update(taken[max(0, len(taken) - self.in_steps) :])
+        """Notes that local steps are dropped: `take` returns their numbers, the last ones that are read, again."""
+        read = [number for number in self._holds if number in self.read]
+        self.read.difference_update(read[max(0, len(read) - self.in_steps) :])
         self.in_steps = 0
 
     def drop(self) -> None:
-        """Notes that local steps and error are dropped."""
-        self.taken, self.in_steps, self.in_error = set(), 0, 0
+        """Notes that local steps and error are dropped; batches that were taken ahead are given out again."""
+        self.read, self.in_steps, self.in_error = set(), 0, 0
+        self.ahead.clear()
 
 
 class Reads(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.reading import MOST_NUMBER, sequence_at
-from demopt.validation import check_count
+from demopt.validation import check_count, warn
 
 
 class RunSampler:
@@ -19,10 +19,12 @@ class RunSampler:
         optimizer: a LocalDeMo over a FolderExchange. Its `samples` follow the batches, if `top_k` is None.
         sequences: number of items in the data set, the same on all workers, like `epochs` and `seed`.
         batch: indices per optimizer step, fewer in the run's last ones; workers may differ. Split it to accumulate.
+            Each needs its step: one that the loop skips counts as read with the next.
         epochs: how often everything is read, each time in another order.
         seed: of the orders.
 
-    A DataLoader with `num_workers` reads ahead; what it has read ahead is lost if the loop ends early.
+    A DataLoader with `num_workers` may read ahead: a batch counts as read once a step has trained on it, and the last
+    step runs the rounds until all is read. If a lost worker's sequences come then, a warning says to iterate again.
 
     Raises:
         TypeError: the optimizer is in no run.
@@ -54,22 +56,53 @@ class RunSampler:
         self.seed = check_count("seed", seed, low=-(1 << 63))
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
+        self._is_ending = self._is_hooked = False  # see `_end`
         self.run.sequences.total = self.sequences * check_count("epochs", epochs)
         self.run.sequences.weigh = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
 
     def __iter__(self) -> Iterator[list[int]]:
-        optimizer, run = self.optimizer, self.run
-        ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
-        run.sequences.wanted = min(self.batch * optimizer.sync_every * ahead, MOST_NUMBER)
+        optimizer, run, sequences = self.optimizer, self.run, self.run.sequences
+        in_flight = 2 if optimizer.replicator.options.background else 1  # rounds
+        of_rounds = self.batch * optimizer.sync_every * in_flight
+        sequences.wanted = min(of_rounds, MOST_NUMBER)
+        sequences.ahead.clear()  # of a loop that was left: nothing trains on them
+        self._is_ending = False
         optimizer.join()
+        is_first, reads_ahead = True, False
         while not (run.is_over or run.leaving):
-            numbers = run.sequences.take(self.batch)
-            if numbers:
-                run.sequences.in_steps += len(numbers)
+            if numbers := sequences.take(self.batch, ahead=True):
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
+                # A loader that reads ahead asks for the second batch before the first step.
+                reads_ahead, is_first = reads_ahead or (is_first and bool(sequences.ahead)), False
+                while sequences.ahead and not reads_ahead:  # the loop has skipped it
+                    sequences.note_step()
                 if not run.joined:  # a state was loaded meanwhile
                     optimizer.join()
-            elif optimizer.replicator.in_flight:
-                optimizer.flush()
+            elif sequences.ahead and sequences.are_all_held:  # the loader must first train on them
+                self._is_ending = True
+                if not self._is_hooked:
+                    optimizer.register_step_post_hook(self._end)
+                    self._is_hooked = True
+                return
             else:
-                optimizer.finish_round()
+                sequences.wanted = min(of_rounds + sum(map(len, sequences.ahead)), MOST_NUMBER)
+                self._take_round()
+
+    def _take_round(self) -> None:
+        if self.optimizer.replicator.in_flight:
+            self.optimizer.flush()
+        else:
+            self.optimizer.finish_round()
+
+    def _end(self, *_: Any) -> None:
+        """After a step: if a loader has read ahead to the end, and this was its last batch, ends the run."""
+        if not self._is_ending or self.run.sequences.ahead:
+            return
+        self._is_ending = False  # first: it may raise an error
+        while not (self.run.is_over or self.run.leaving or self.run.sequences.left):
+            self._take_round()
+        if self.run.sequences.left:
+            warn(
+                "a lost worker's sequences came to this one after the end of its DataLoader: iterate again, as by "
+                "`while not run.is_over:` around the loop, to read them"
+            )

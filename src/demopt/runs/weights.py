@@ -155,7 +155,7 @@ class FolderRounds(Rounds):
         of_run = None if self._restored is None else self._restored.run
         started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
         if started:
-            run.sequences.taken.clear()  # from a state of another run; the content of its message is in the error
+            run.sequences.read.clear()  # from a state of another run; the content of its message is in the error
             self._restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
@@ -293,6 +293,9 @@ class FolderRounds(Rounds):
         elif self._may_be_behind:  # an error has ended the catch-up
             self._catch_up(self.run.is_over)
         return may_end and self.run.is_over
+
+    def note_step(self) -> None:
+        self.run.sequences.note_step()
 
     def weigh(self) -> None:
         sequences = self.run.sequences
@@ -527,9 +530,8 @@ class FolderRounds(Rounds):
             in_steps, in_error = sequences.after(current, is_listed=False)
             if current.finite and current.message is not None:
                 message, in_message = envelope_of(current.attached, current.message), in_error
-        reads = (
-            sequences.taken if self._may_be_behind else sequences.taken_first
-        )  # the latter by the manifest of these weights: not the newest, if behind
+        # By the manifest of these weights; if they may be behind, it is not the newest that counts this worker's reads.
+        reads = sequences.read if self._may_be_behind else sequences.read_first
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
@@ -549,5 +551,5 @@ class FolderRounds(Rounds):
         run.role, self._restored, run.left_out = "outside", saved, 0
         if saved is not None:
             run.role, run.sent_from = "joining", saved.sent_from
-            run.sequences.taken = {*saved.read}
+            run.sequences.read = {*saved.read}
             run.sequences.in_error, run.sequences.in_steps = saved.in_error, saved.unsent - saved.in_error
