@@ -44,7 +44,7 @@ _REMEDY = (
 #: Our parts that differ between ranks (all others are equal), as `Replicator.state` and DeMo's state name them.
 #: For another number of ranks, `share_of` averages `AVERAGED`, and adds an owner's error to the rank's own.
 AVERAGED = ("momentum", "local", "start")
-OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)
+OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)  # not "local_steps": ranks step together
 #: The names of our parts in LocalDeMo's state, where an entry also has the inner optimizer's parts, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},

@@ -403,7 +403,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         if self.replicator.is_open:
-            self._weights.hold_start()  # there is none after a D that was not finite, and in some states
+            self._weights.hold_start()  # after a D that was not finite, and in some states, there is no start
         else:
             self.replicator.require_idle("a local step")  # otherwise D would have an extracted message's steps again
         self._weights.begin()
@@ -595,7 +595,7 @@ class LocalDeMo(ReplicatedOptimizer):
         return tuple(shared.items())
 
     def _before_change(self, wanted: str) -> None:
-        """Raises RuntimeError inside `shared`. Forgets a consolidated state, because this one changes."""
+        """Raises RuntimeError inside `shared`. Settles a failed round, forgets a consolidated state: both are old."""
         self._weights.take_back(late=True)
         if self._weights.aside:
             raise RuntimeError(
@@ -709,7 +709,7 @@ class LocalDeMo(ReplicatedOptimizer):
         with uninterrupted():
             # The last check. `numbered` also has frozen parameters, which `saved_of` lacks. From here on all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self.replicator.forget_round()  # otherwise the weights would not follow to another device
+            self.replicator.forget_round()  # `_follow_changes` moves weights only between rounds
             self._follow_changes(saved_of)  # groups may have been added
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})

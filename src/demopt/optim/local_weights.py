@@ -1,7 +1,7 @@
 """The weights of LocalDeMo: each rank's local ones, the global ones, and the start of a pseudo-gradient.
 
-A round changes them as follows. D = start - local is the pseudo-gradient, e the replicator's error; a is `alpha`, b is
-`error_decay`.
+A round changes them as follows. D = start - local is the pseudo-gradient, e the replicator's error, T the transform; a
+is `alpha`, b is `error_decay`.
 
 | a round that was | global | local | e | D is |
 |---|---|---|---|---|
@@ -242,10 +242,10 @@ class LocalWeights(Follower):
             if not (has_left and self.steps_since):  # with steps since, `land` or the next round moves them
                 self.adopt()
             return
-        if has_left:
+        if has_left:  # in flight when it failed
             self.start_of |= self._kept_starts(current, {})  # of weights that were not extracted
             return
-        steps, self.steps_since = self.steps_since, 0  # only the error has D from now on
+        steps, self.steps_since = self.steps_since, 0  # skipped, failed, left open, or sent: only the error has D now
         try:
             if not current.finite:  # D was dropped
                 self.adopt()
@@ -338,7 +338,7 @@ class LocalWeights(Follower):
             self.take_back()
 
     def take_back(self, late: bool = False) -> None:
-        """Ends `shared`. `late`: in the next call, as after an interrupt then; weights that were loaded since stay."""
+        """Ends `shared`. `late`: in the next call, because an interrupt kept it open; weights loaded since stay."""
         if self.aside and not self._is_shown:
             with uninterrupted():
                 if not (late and self._are_changed(self._shown)):

@@ -85,7 +85,8 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
 def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) -> None:
     """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
-    `mean_over`: the ranks that the next mean divides by, in a round the current ones, in `share_of` the old ones.
+    It is an error of the mean, and so counts once per rank: `mean_over` are those of the next mean, in a round the
+    current ones, in `share_of` the old ones.
     """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
     rows = momentum[start : start + len(error)]

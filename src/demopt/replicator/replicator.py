@@ -444,7 +444,7 @@ class Replicator:
                     if isinstance(self.session.exchange, VaryingExchange):
                         remedy = RESYNC_RUN
                     raise DriftError(number, [], told, remedy, "its parameters are those of no round") from error
-                if current.row is not None:  # otherwise a later round sends it
+                if current.row is not None:  # if it is not listed, a later round sends it
                     left = wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)

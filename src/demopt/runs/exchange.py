@@ -143,7 +143,7 @@ class FolderExchange(VaryingExchange):
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self.sent_from = 0  # the round after that of its last message, which `OpenRound` notes; from a state: its own
+        self.sent_from = 0  # the round after that of its last message, which `OpenRound` notes; or a state's
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it

@@ -95,8 +95,8 @@ class OpenRound:
         self.waited_for = tuple[str, ...]()  # the workers, last
         self.slept = 0.0  # seconds in which this process did not look for them
         self._longest_request = 0.0  # seconds of requests made together: due to the store, or to this process's sleep
-        self._unread_messages = set[str]()  # workers whose message was listed, and not there to be read
-        self._unread_hellos = set[str]()  # and those whose hello was
+        self._absent_messages = set[str]()  # workers whose message was listed, and not there to be read
+        self._absent_hellos = set[str]()  # and those whose hello was
         self.valid: dict[str, tuple[Envelope, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
@@ -259,11 +259,11 @@ class OpenRound:
     def read_new(self, *also: Callable[[], Any], again: bool = True) -> list[Any]:
         """Reads objects that the last look found new; beside that makes the requests `also`, and returns their results.
 
-        `again`: also those tried in vain before, because listings may run ahead of reads. They may be very many.
+        `again`: also those tried in vain before, because listings may run ahead of reads. Strangers' may be very many.
         """
         if again:
-            self._unread_messages.clear()
-            self._unread_hellos.clear()
+            self._absent_messages.clear()
+            self._absent_hellos.clear()
         new = self.untried_messages
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(self._read_hello, worker) for worker in self.untried_hellos]
@@ -280,13 +280,13 @@ class OpenRound:
     def untried_hellos(self) -> list[str]:
         """The same for hellos, at most `_MOST_HELLOS` at a time, while the round is open."""
         seen = self.seen
-        known = self._false_hellos | self._unread_hellos | {*self.hellos, self._attached.envelope.worker}
+        known = self._false_hellos | self._absent_hellos | {*self.hellos, self._attached.envelope.worker}
         return sorted(seen.hellos - seen.messages - known)[:_MOST_HELLOS] if not seen.has_manifest else []
 
     @property
     def _there(self) -> set[str]:
         """The workers whose messages were listed, and could be read if that was tried."""
-        return self.seen.messages - self._unread_messages
+        return self.seen.messages - self._absent_messages
 
     def _read(self, worker: str) -> int:
         """Reads a message, if it is there as listed; returns its number of bytes."""
@@ -294,7 +294,7 @@ class OpenRound:
         name, data = log.message_name(number, worker), None
         try:
             if (data := run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)) is None:
-                self._unread_messages.add(worker)
+                self._absent_messages.add(worker)
             else:
                 self.add(log.read_message(name, data, run.record.identity, number, worker), log.digest(data))
         except MessageError as error:
@@ -308,7 +308,7 @@ class OpenRound:
             self._false_hellos.add(worker)
         else:
             if seconds is None:
-                self._unread_hellos.add(worker)
+                self._absent_hellos.add(worker)
             else:
                 self.hellos[worker] = seconds, time.monotonic()
 

@@ -44,7 +44,7 @@ class Sequences:
         self.weigh = False  # whether the unsent ones are this worker's weight in a round: LocalDeMo's `samples`
         self.in_steps = 0  # trained on in local steps that no message has
         self.in_error = 0  # trained on, and in the error: from messages that were not listed
-        self.read = set[int]()  # numbers, except some that a manifest counts
+        self.read = set[int]()  # numbers that it has read; `reads` forgets those that a manifest counts
         self.ahead = deque[list[int]]()  # numbers by batch, the oldest first, that no step has trained on yet
 
     @property

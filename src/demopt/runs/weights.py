@@ -68,7 +68,7 @@ class SavedWorker:
     before: str  # digest of the manifest before the weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    sent_from: int  # the first round in which a message of this worker would be later than the state
+    sent_from: int  # messages of this worker from this round on are not in the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # those in the message
     in_error: int = 0  # those in the error, which has the message's content, too
@@ -225,12 +225,12 @@ class FolderRounds(Rounds):
             self.run.sequences.drop_steps()
             self.run.role = "observer"
 
-    def _resume_round(self, message: log.Envelope, before: Manifest | None, sequences: int) -> None:
+    def _resume_round(self, message: log.Envelope, before: Manifest | None, in_message: int) -> None:
         """Goes on with the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), from_error=sequences, is_resumed=True)
+        attached = Attached(envelope, before, round_began=time.monotonic(), from_error=in_message, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self, sent_from: int) -> None:
@@ -308,14 +308,14 @@ class FolderRounds(Rounds):
         After an error the round may stay open, to be tried again: its message may be in the store by then, and count.
         Returns whether to send its content again at once: otherwise a worker that is always late would be in no round.
         """
-        was_over = self.run.is_over
+        was_over = self.run.is_over  # before this round: only rounds that end the run write its last checkpoint
         current = self._exchange_and_end(was_over)
         if self._may_be_behind:
             self._catch_up(was_over)
-        return self.run.late_again > 0 and self.run.wants_next_round and current.finite
+        return self.run.late_again > 0 and self.run.wants_next_round and current.finite  # left out twice in a row
 
     def _exchange_and_end(self, was_over: bool) -> Round:
-        """The same without the catch-up, which comes anyway within `join`. Returns the round."""
+        """The same without the catch-up: `join`, which also calls this, catches up anyway. Returns the round."""
         current = self.replicator.round
         assert current is not None
         try:
@@ -357,7 +357,7 @@ class FolderRounds(Rounds):
     def _save_if_due(self, was_over: bool) -> None:
         """Writes a checkpoint in this worker's turn, or before it leaves or the run ends: those who stay need one.
 
-        `was_over`: whether the run was over before the latest rounds: a trainer may go on after its end.
+        `was_over`: whether the run was over before the rounds since the last call: a trainer may go on after its end.
 
         The senders of a round take turns, after that round. If one dies in its turn, the next checkpoint covers more.
         Before an end the first sender writes one, as does a worker that was left out, because it may be the last.
@@ -500,7 +500,7 @@ class FolderRounds(Rounds):
             self._move_to(checkpoint.before, stops)
 
     def _move_to(self, decided: Manifest | None, stops: bool = False) -> None:
-        """As `FolderExchange.move_to`, without this worker's message: the weights are no longer a loaded state's."""
+        """Moves on, except from a round of this worker's message (`note_outcome`): no loaded state's weights remain."""
         self._restored = None
         self.run.move_to(decided, stops)
 
@@ -529,8 +529,9 @@ class FolderRounds(Rounds):
         if current is not None:  # its message may stay unlisted
             in_steps, in_error = sequences.after(current, is_listed=False)
             if current.finite and current.message is not None:
+                # What it has sent is all in the error, if it stays unlisted.
                 message, in_message = envelope_of(current.attached, current.message), in_error
-        # By the manifest of these weights; if they may be behind, it is not the newest that counts this worker's reads.
+        # `read_first` goes by the manifest of these weights. If they may be behind, a later one has counted, too.
         reads = sequences.read if self._may_be_behind else sequences.read_first
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
