@@ -5,7 +5,7 @@ import random
 import threading
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from unittest.mock import Mock
 
 import hypothesis
@@ -72,10 +72,15 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions):
 
 def reads_ahead(sampler, batches):
     """The batches as a DataLoader with workers gives them: it asks for one ahead before it hands one on."""
-    asked = iter(sampler)
-    waiting = deque(islice(asked, batches))
+
+    class MultiProcessingDataLoaderIter:  # as torch's is named
+        def ask(self, most: int) -> list[list[int]]:
+            return [*islice(asked, most)]
+
+    asked, loader = iter(sampler), MultiProcessingDataLoaderIter()
+    waiting = deque(loader.ask(batches))
     while waiting:
-        waiting.extend(islice(asked, 1))
+        waiting.extend(loader.ask(1))
         yield waiting.popleft()
 
 
@@ -153,13 +158,73 @@ def test_lost_workers_sequences_that_come_after_a_loaders_end_are_told_and_read_
     assert (sorted(read), worker.run.is_over) == ([*range(8)], True)
 
 
-def test_batch_that_a_loop_skips_counts_as_read():
+@pytest.mark.parametrize(
+    "steps", [lambda n: n not in (2, 6), lambda n: n > 1, lambda n: n % 2], ids=["skip", "first", "half"]
+)
+def test_batch_whose_step_a_loop_skips_counts_as_read(steps):
     worker, given = Worker(ObjectStore(), 0, sync_every=2), 0
     for batch in demopt.RunSampler(worker.optimizer, 20, batch=2):
         given += len(batch)
-        if given not in (4, 12):
+        if steps(given // 2):
             worker.step()
-    assert (given, worker.run.is_over) == (20, True)
+    assert (given, worker.run.is_over, worker.optimizer.local_steps) == (20, True, 0)
+
+
+def test_batch_that_a_loop_skips_counts_as_read_also_where_its_loader_reads_ahead():
+    worker, given = Worker(ObjectStore(), 0, sync_every=2), 0
+    for batch in reads_ahead(demopt.RunSampler(worker.optimizer, 40, batch=2), 3):
+        given += len(batch)
+        if given not in (12, 20):
+            worker.step()
+    assert (given, worker.run.is_over, worker.optimizer.local_steps) == (40, True, 0)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("change", ["load", "resync"])
+def test_each_sequence_counts_once_where_steps_are_dropped_in_a_loop_that_reads_ahead(change, delay):
+    worker, kept, state = Worker(ObjectStore(), 0, sync_every=6, delay=delay), [], None
+    for batch in reads_ahead(demopt.RunSampler(worker.optimizer, 80, batch=2), 4):
+        assert not worker.run.is_over
+        worker.step()
+        kept.append(batch)
+        if len(kept) == 8 and state is None:
+            state = worker.state()
+        elif len(kept) == 10 and state:
+            if change == "load":
+                worker.optimizer.load_state_dict(state)
+                kept = kept[:8]
+            else:
+                dropped = worker.optimizer.local_steps
+                worker.optimizer.resync()
+                kept = kept[:-dropped]
+            state = {}
+    assert Counter(chain.from_iterable(kept)) == Counter(range(80))
+    assert worker.run.is_over
+
+
+def test_step_after_an_error_in_the_rounds_that_end_a_loaders_run_ends_it(monkeypatch):
+    worker = Worker(ObjectStore(), 0, sync_every=3, delay=1)
+    batches = reads_ahead(demopt.RunSampler(worker.optimizer, 20, batch=2), 3)
+    for _ in islice(batches, 9):
+        worker.step()
+    next(batches)
+    exchange = worker.run.exchange_round
+    monkeypatch.setattr(worker.run, "exchange_round", Mock(side_effect=ExchangeError("away")))
+    with pytest.raises(ExchangeError, match="away"):
+        worker.step()
+    monkeypatch.setattr(worker.run, "exchange_round", exchange)
+    worker.step()
+    assert worker.run.is_over
+
+
+def test_loop_that_was_left_at_its_loaders_end_says_nothing_in_the_next_samplers(recwarn):
+    worker = Worker(ObjectStore(), 0, sync_every=3)
+    for _ in islice(reads_ahead(demopt.RunSampler(worker.optimizer, 50, batch=4), 4), 10):
+        worker.step()
+    for _ in demopt.RunSampler(worker.optimizer, 50, batch=4):
+        worker.step()
+    assert worker.run.is_over
+    assert not [each for each in recwarn if "iterate again" in str(each.message)]
 
 
 def test_worker_whose_rounds_have_more_sequences_than_there_are_numbers_wants_all():

@@ -46,6 +46,7 @@ class Sequences:
         self.in_error = 0  # trained on, and in the error: from messages that were not listed
         self.read = set[int]()  # numbers that it has read; `reads` forgets those that a manifest counts
         self.ahead = deque[list[int]]()  # numbers by batch, the oldest first, that no step has trained on yet
+        self.is_ending = False  # `RunSampler` has nothing more to give out, and the run ends after the last of `ahead`
 
     @property
     def unsent(self) -> int:
@@ -118,8 +119,8 @@ class Sequences:
                 f"the data of {run.worker} has {total:,} sequences in all epochs, that of the run in "
                 f"{run.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
-        self.read = self.read_first  # forgets those that a manifest counts: it hands them out to nobody again
-        return Reads(len(self.read), wanted, total)
+        self.read.intersection_update(self._holds)  # forgets those that a manifest counts: nobody gets them again
+        return Reads(len(self.read_first), wanted, total)
 
     def after(self, current: Round, is_listed: bool) -> tuple[int, int]:
         """Returns `in_steps` and `in_error` after a round: local steps since its message remain in the former."""
@@ -142,9 +143,8 @@ class Sequences:
         self.in_steps = 0
 
     def drop(self) -> None:
-        """Notes that local steps and error are dropped; batches that were taken ahead are given out again."""
+        """Notes that local steps and error are dropped; batches that a loader has ahead are still to come."""
         self.read, self.in_steps, self.in_error = set(), 0, 0
-        self.ahead.clear()
 
 
 class Reads(NamedTuple):

@@ -1,6 +1,8 @@
 """RunSampler: the batches of one worker of a run, so that all workers together read each sequence once per epoch."""
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from demopt.runs.exchange import FolderExchange
@@ -19,12 +21,12 @@ class RunSampler:
         optimizer: a LocalDeMo over a FolderExchange. Its `samples` follow the batches, if `top_k` is None.
         sequences: number of items in the data set, the same on all workers, like `epochs` and `seed`.
         batch: indices per optimizer step, fewer in the run's last ones; workers may differ. Split it to accumulate.
-            Each needs its step: one that the loop skips counts as read with the next.
         epochs: how often everything is read, each time in another order.
         seed: of the orders.
 
-    A DataLoader with `num_workers` may read ahead: a batch counts as read once a step has trained on it, and the last
-    step runs the rounds until all is read. If a lost worker's sequences come then, a warning says to iterate again.
+    Where a DataLoader with `num_workers`, or Accelerate, reads ahead, a batch counts as read once a `step` has trained
+    on it, and the last one runs the rounds until all is read. If the loop skips the step of its first or last batches,
+    or a lost worker's sequences come then, the run is not over: iterate again, until `run.is_over`.
 
     Raises:
         TypeError: the optimizer is in no run.
@@ -56,7 +58,7 @@ class RunSampler:
         self.seed = check_count("seed", seed, low=-(1 << 63))
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
-        self._is_ending = self._is_hooked = False  # see `_end`
+        self._is_hooked = False  # see `_end`
         self.run.sequences.total = self.sequences * check_count("epochs", epochs)
         self.run.sequences.weigh = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
 
@@ -66,20 +68,22 @@ class RunSampler:
         of_rounds = self.batch * optimizer.sync_every * in_flight
         sequences.wanted = min(of_rounds, MOST_NUMBER)
         sequences.ahead.clear()  # of a loop that was left: nothing trains on them
-        self._is_ending = False
+        sequences.is_ending = False
         optimizer.join()
-        is_first, reads_ahead = True, False
+        reads_ahead, given, most = _reads_ahead(), 0, 0  # batches; `most`: those asked for before the first step
         while not (run.is_over or run.leaving):
-            if numbers := sequences.take(self.batch, ahead=True):
+            if numbers := sequences.take(self.batch, ahead=reads_ahead):
+                if not reads_ahead:
+                    sequences.in_steps += len(numbers)
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
-                # A loader that reads ahead asks for the second batch before the first step.
-                reads_ahead, is_first = reads_ahead or (is_first and bool(sequences.ahead)), False
-                while sequences.ahead and not reads_ahead:  # the loop has skipped it
+                given += 1
+                most = given if len(sequences.ahead) == given else most
+                while len(sequences.ahead) > most:  # the loop has skipped a step
                     sequences.note_step()
                 if not run.joined:  # a state was loaded meanwhile
                     optimizer.join()
             elif sequences.ahead and sequences.are_all_held:  # the loader must first train on them
-                self._is_ending = True
+                sequences.is_ending = True
                 if not self._is_hooked:
                     optimizer.register_step_post_hook(self._end)
                     self._is_hooked = True
@@ -96,13 +100,28 @@ class RunSampler:
 
     def _end(self, *_: Any) -> None:
         """After a step: if a loader has read ahead to the end, and this was its last batch, ends the run."""
-        if not self._is_ending or self.run.sequences.ahead:
+        sequences = self.run.sequences
+        if not sequences.is_ending or sequences.ahead:
             return
-        self._is_ending = False  # first: it may raise an error
-        while not (self.run.is_over or self.run.leaving or self.run.sequences.left):
+        while not (self.run.is_over or self.run.leaving or sequences.left):
             self._take_round()
-        if self.run.sequences.left:
+        sequences.is_ending = False  # not after an error: the next step goes on
+        if sequences.left:
             warn(
-                "a lost worker's sequences came to this one after the end of its DataLoader: iterate again, as by "
-                "`while not run.is_over:` around the loop, to read them"
+                "sequences came to this worker after the end of its DataLoader, of a lost worker or of steps that were "
+                "dropped: iterate again, as by `while not run.is_over:` around the loop, to read them"
             )
+
+
+def _reads_ahead() -> bool:
+    """Whether the caller of a sampler asks for batches before the steps on earlier ones, as some loaders do.
+
+    Nothing else tells: a loop that skips a step, or accumulates, asks as they do. So this looks at who is calling.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        loader = type(frame.f_locals.get("self"))
+        if loader.__name__.endswith("MultiProcessingDataLoaderIter") or loader.__module__ == "accelerate.data_loader":
+            return True
+        frame = frame.f_back
+    return False
