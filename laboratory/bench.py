@@ -184,7 +184,8 @@ def measure(rank: int, world_size: int, shapes: list[Shape], rounds: int, warmup
     gradients = Gradients(list(model.parameters()))
     rows = {name: Row(name) for name in METHODS}
     optimizers: dict[str, list[torch.optim.Optimizer]] = {}
-    warnings.filterwarnings("ignore", "the model's weights were changed")  # all methods step the same ones
+    for told in ("the model's weights were changed", "another LocalDeMo takes steps"):
+        warnings.filterwarnings("ignore", told)  # all methods step the same parameters
 
     def step(name: str) -> None:
         for optimizer in optimizers[name]:
