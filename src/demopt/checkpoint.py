@@ -182,9 +182,7 @@ class OptimizerState:
                 "planner=demopt.checkpoint.LoadPlanner()"
             )
         states: dict[int, StateDict] = {}
-        for old in overlaps(
-            rank, world_size, old_size
-        ):  # not this rank's own key, which `LoadPlanner` may have dropped
+        for old in overlaps(rank, world_size, old_size):  # not this rank's own key: the file may lack it
             read = ((number, _values_of(entry, parameters.get(number))) for number, entry in by_rank[old].items())
             entries = {number: values for number, values in read if values}
             states[old] = {"state": entries, "param_groups": state_dict["param_groups"]}

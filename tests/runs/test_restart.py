@@ -225,11 +225,11 @@ def test_state_of_another_run_or_a_damaged_one_is_refused(store):
         first.optimizer._rounds._resume_round(first.run.last.envelope, None, 0)
     with pytest.raises(MessageError, match="the saved message has 1 bytes, and this layout's another length"):
         first.optimizer._rounds._resume_round(replace(first.run.last.envelope, round=1, body=b"x"), None, 0)
-    known, noise = state["folder"], torch.full((9,), 7, dtype=torch.uint8)
+    known, noise, beyond = state["folder"], torch.full((9,), 7, dtype=torch.uint8), {"in_error": 99}  # of `unsent`
     wrong = [{"message": 3}, {"message": noise}, {"worker": None}, {"worker": ""}, {"worker": "../w"}, {"before": 3}]
     lacking = [{k: known[k] for k in known if k != name} for name in ("run", "worker", "before", "message")]
     wrong += [{"run": ""}, {"read": "3"}, {"read": '["a"]'}, {"sent_from": -1}, {"unsent": -1}, {"in_message": "1"}]
-    for folder in [{**known, **each} for each in wrong] + lacking:
+    for folder in [{**known, **each} for each in [*wrong, beyond]] + lacking:
         for worker in (other, weights):
             with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
                 worker.optimizer.load_state_dict({**state, "folder": folder})

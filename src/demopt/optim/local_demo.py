@@ -496,9 +496,8 @@ class LocalDeMo(ReplicatedOptimizer):
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
         unscale = None if self._inner.is_finite else math.nan  # D is then dropped
         if sends:
-            self.replicator.extract_and_send(
-                starts, minus=weights, unscale=unscale
-            )  # while the device takes more steps
+            # While it runs, the device takes more steps.
+            self.replicator.extract_and_send(starts, minus=weights, unscale=unscale)
         else:
             self.replicator.extract(starts, unscale, minus=weights, by_user=by_user)
         current = self.replicator.round

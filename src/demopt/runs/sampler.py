@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from demopt.runs.exchange import FolderExchange
@@ -118,10 +118,8 @@ def _reads_ahead() -> bool:
 
     Nothing else tells: a loop that skips a step, or accumulates, asks as they do. So this looks at who is calling.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        loader = type(frame.f_locals.get("self"))
-        if loader.__name__.endswith("MultiProcessingDataLoaderIter") or loader.__module__ == "accelerate.data_loader":
-            return True
-        frame = frame.f_back
-    return False
+    callers = (type(frame.f_locals.get("self")) for frame, _ in walk_stack(sys._getframe()))
+    return any(
+        each.__name__.endswith("MultiProcessingDataLoaderIter") or each.__module__ == "accelerate.data_loader"
+        for each in callers
+    )

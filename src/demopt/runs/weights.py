@@ -82,13 +82,12 @@ class SavedWorker:
             packed, run = entry["message"], entry["run"]
             message = None if packed is None else log.read_message("the saved message", bytes_of(packed), run)
             found = SavedWorker(**{**entry, "message": message})
-            counts = found.sent_from, found.unsent, found.in_message, found.in_error, *found.read
+            found = replace(found, in_error=max(found.in_error, found.in_message))  # early states lack the message's
+            in_steps = found.unsent - found.in_error
+            counts = found.sent_from, found.unsent, in_steps, found.in_message, found.in_error, *found.read
             named = log.NAME.fullmatch(run) and log.NAME.fullmatch(found.worker) and isinstance(found.before, str)
             if not (named and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)):
                 raise TypeError
-            found = replace(found, in_error=max(found.in_error, found.in_message))  # early states lack the message's
-            if found.in_error > found.unsent:
-                raise ValueError
             return found
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MessageError):
             raise ValueError("the state's entry 'folder' is damaged") from None

@@ -318,9 +318,8 @@ class Worker(Training):
         self.optimizer.local_step()
         local = time.perf_counter() - began
         self.measured(self._step_sequences, seconds)
-        has_read_all = (
-            bool(run.sequences.total) and not run.sequences.left
-        )  # all that it was given; later rounds may give more
+        # All that it was given; later rounds may give more.
+        has_read_all = bool(run.sequences.total) and not run.sequences.left
         stats = self.optimizer.stats
         if run.leaving or has_read_all or self.optimizer.due:
             stats = self._finish_round(row["loss"])
