@@ -303,8 +303,16 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again():
 
 
 @pytest.mark.parametrize("timeout", [None, 100.0])
-def test_whoever_waits_for_threads_that_are_closed_gives_up(timeout):
+def test_whoever_waits_for_threads_that_are_closed_gives_up(timeout, monkeypatch):
     threads, waits = Threads(2, timeout), threading.Event()
+    submit = threads._pool.submit
+
+    def submit_slowly(*call):
+        future = submit(*call)
+        time.sleep(0.1)  # rank 0 waits, and the threads are closed, before rank 1 has begun
+        return future
+
+    monkeypatch.setattr(threads._pool, "submit", submit_slowly)
 
     def work(exchange):
         if exchange.rank == 1:
@@ -324,6 +332,8 @@ def test_whoever_waits_for_threads_that_are_closed_gives_up(timeout):
     waits.set()
     for each in (running, closing):
         each.join()
+    with pytest.raises(ExchangeError, match="closed"):
+        threads.run(work)
 
 
 @ranks.each(3)

@@ -40,6 +40,8 @@ class Threads:
         self._made: Tensor | Exception = torch.empty(0, device="cpu")
         self._barrier = threading.Barrier(world_size, action=self._combine)
         self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")  # its threads start in `run`
+        self._starting = threading.RLock()  # `close` comes before all threads of a `run` have begun, or after
+        self._closed = False
         self._errors: list[BaseException] = []
         self._aborted = False  # waits end because a rank or the caller gave up, not at the timeout
         self._twins: list[Threads] = []  # that `duplicate` made; not all ranks may have the last one yet
@@ -47,7 +49,9 @@ class Threads:
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
         """Runs `work` on every rank, each in its thread; raises the first error after all threads have finished."""
         try:
-            with room_for_kernels():
+            with self._starting, room_for_kernels():
+                if self._closed:
+                    raise ExchangeError("these threads are closed; make new ones")
                 futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
         except BaseException:  # an interrupt: those that have begun would wait for those that have not
             self._abort()
@@ -91,7 +95,9 @@ class Threads:
 
     def close(self) -> None:
         """Stops the threads; whoever waits in a round gives up."""
-        self._abort()
+        with self._starting:
+            self._closed = True
+            self._abort()
         self._pool.shutdown()
 
     def _abort(self) -> None:
