@@ -7,8 +7,9 @@
 DCP loads names in alphabetical order: "model", then "optimizer", which puts the rank's local weights into the model.
 
 Keys, after the state's name in the checkpoint: "rank1.shard0.2" is an `_Entry`, rank 1's state of parameter 2. The
-shard is the process's part of the parameters that are sharded inside a node (FSDP2), with one number per way to shard
-them. "world_size" and "param_groups" are equal on all ranks; "folder" is a worker's own state of its run.
+shard is the process's part of the parameters that are sharded inside a node (FSDP2); "1_3" if it has part 1 of those
+that are cut one way, and part 3 of those that are cut another way. "world_size" and "param_groups" are equal on all
+ranks; "folder" is a worker's own state of its run.
 """
 
 import io
@@ -86,9 +87,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Adds the keys of other ranks; called by DCP."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         in_file = metadata.state_dict_metadata if metadata is not None else {}
-        # DCP reads an object per key of `self.state_dict`, and `load_bytes` puts it where `self.mappings` says. To this
-        # rank's keys come those of the old ranks that it takes over from. A value only marks an object to read, which
-        # then replaces it (newer torch has None): this rank's entry serves for all.
+        # DCP reads an object per key of `self.state_dict`. `load_bytes` puts it where `self.mappings` says: in the dict
+        # that `OptimizerState.load_state_dict` gets. To this rank's keys come those of the old ranks that it takes over
+        # from. A value here only marks an object to read, which replaces it: this rank's entry serves for all.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
@@ -104,7 +105,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             # DCP refuses a key that the file lacks, as when fewer ranks saved it. All others stay, even if another rank
-            # takes over from one: without any such key, DCP would take the file for one of torch 2.3.
+            # takes over from one: where the file has none of its keys, DCP assumes a file of torch 2.3.
             if key not in in_file:
                 del self.state_dict[key]  # from the planner's table only; the state that DCP loads keeps it
 

@@ -69,7 +69,7 @@ class SavedParameter:
         """Reads an entry of a state, LocalDeMo's if `of_local`, without torch's additions."""
         saved_by = SavedBy.of(entry)
         may_have_gained = saved_by is None or len(entry) > saved_by.entries
-        if may_have_gained:  # a flattened state gains an empty dict per name that only the loading optimizer has
+        if may_have_gained:  # from torch, which flattens states: an empty dict per name of the loading optimizer alone
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # a script's own entries stay, too
             return SavedParameter(dict(entry), {}, of_local)
@@ -82,7 +82,7 @@ class SavedParameter:
 
     def entry(self) -> dict[Any, Any]:
         """Writes it as an entry of a state."""
-        entry = self.shared_entry() | self.own_entry()
+        entry = self.shared_entry() | self.unshared_entry()
         if saved_by := SavedBy.of(entry):
             entry[SAVED_BY] = saved_by._replace(entries=len(entry)).tensor()
         return entry
@@ -91,11 +91,11 @@ class SavedParameter:
         """Writes the parts of the entry that are equal on all ranks."""
         return {self.name_in_entry(name): value for name, value in self.ours.items() if name not in OF_ONE_RANK}
 
-    def own_entry(self) -> dict[Any, Any]:
-        """Writes the other parts, which each rank has for itself."""
+    def unshared_entry(self) -> dict[Any, Any]:
+        """Writes the other parts: those that are one rank's own."""
         entry = {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
-            # "momentum" is renamed, too, because `entries_of` recognises DeMo's state by that name.
+            # "momentum" is renamed, too: `entries_of` would take a state in which nothing has trained yet for DeMo's.
             is_taken = name in (*NAMES_IN_LOCAL.values(), "momentum")
             entry[f"{_OF_INNER}{name}" if is_taken else name] = value
         return entry
@@ -319,8 +319,8 @@ def unmarked(state: StateDict) -> StateDict:
 
 
 def savers_of(state: StateDict) -> list[SavedBy]:
-    """Returns the marks of a state's parameters, which tell the rank that saved each, without the unmarked ones."""
-    return [mark for entry in state["state"].values() if (mark := SavedBy.of(entry))]
+    """Returns the `SavedBy` of each entry of a state that has one."""
+    return [saved_by for entry in state["state"].values() if (saved_by := SavedBy.of(entry))]
 
 
 # All ranks' states in one
@@ -339,7 +339,7 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
     exchange, wiring = replicator.session.exchange, replicator.wiring()
     check_rank("to", to, exchange.world_size)
     file = io.BytesIO()
-    torch.save(_own_entries(state), file)  # before the others wait: it may fail on this rank alone
+    torch.save(_unshared_entries(state), file)  # before the others wait: it may fail on this rank alone
     exchange.await_all("consolidate_state_dict()")
     moved_before = exchange.sent_bytes + exchange.received_bytes
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -373,9 +373,12 @@ def collect(replicator: Replicator, state: StateDict, to: int) -> dict[int, Stat
     return found
 
 
-def _own_entries(state: StateDict) -> StateDict:
-    """Returns a rank's own entries on the CPU; TypeError for a value other than plain tensor, number, text or None."""
-    own = {number: saved.own_entry() for number, saved in entries_of(state).items()}
+def _unshared_entries(state: StateDict) -> StateDict:
+    """Returns a rank's entries without the shared parts, on the CPU.
+
+    TypeError for a value other than a plain tensor, a number, a text or None.
+    """
+    own = {number: saved.unshared_entry() for number, saved in entries_of(state).items()}
     for number in own:
         for name, value in own[number].items():
             if isinstance(value, Tensor) and not is_made_of_others(value):  # possibly of the parameter's own class
@@ -390,7 +393,7 @@ def _own_entries(state: StateDict) -> StateDict:
 
 
 def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: the shared entries of `mine` and, by rank under "ranks", each rank's own."""
+    """Returns a consolidated state: the shared entries of `mine` and, by rank under "ranks", the others."""
     shared = {number: saved.shared_entry() for number, saved in entries_of(mine).items()}
     return {**mine, "state": shared, RANKS: states}
 
@@ -538,7 +541,7 @@ def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, old_si
 
 def overlaps(rank: int, world_size: int, old_size: int) -> dict[int, Fraction]:
     """Returns which of `old_size` old ranks a rank of `world_size` takes over from, with weights whose sum is 1."""
-    begin, end = rank * old_size, (rank + 1) * old_size  # its interval, in units where an old rank's is world_size long
+    begin, end = rank * old_size, (rank + 1) * old_size  # an old rank's interval has length world_size
     olds = range(begin // world_size, -(-end // world_size))
     return {old: Fraction(min(end, (old + 1) * world_size) - max(begin, old * world_size), old_size) for old in olds}
 

@@ -133,7 +133,7 @@ def decompress(chunk_group: ChunkGroup, coefficients: Coefficients, round_number
     Block by block: Q and U never cover the whole model. `round_number` seeds the rounding of bfloat16 parameters.
     """
     settings, rule = chunk_group.settings, chunk_group.rule
-    if settings.clip_to_median:  # momenta lose all that was sent, even the clipped parts
+    if settings.clip_to_median:  # by default in a folder; momenta lose all that was sent, even the clipped parts
         coefficients = coefficients.with_float64().clipped_to_median().to(chunk_group.key.device)
     if chunk_group.updater is not None:
         parameters = [to_local(chunked.parameter.detach()) for chunked in chunk_group.parameters]

@@ -278,7 +278,7 @@ class InnerOptimizers:
         self._lent, lost = {}, set[str]()
         for settings, in_group, group in zip(self._settings, states_in_groups, whole_groups, strict=True):
             settings.state_names.update(in_group)
-            lost |= {*in_group} - {*group}  # not plain, and DCP loads only names that are there
+            lost |= {*in_group} - {*group}  # `packed_state` has only plain values, DCP only this optimizer's names
         self._follow()
         told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
         return f"{told}save one file per rank" if lost else ""

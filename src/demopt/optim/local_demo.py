@@ -490,7 +490,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _extract(self, sends: bool = False, by_user: bool = False) -> Round:
         """Begins a round and extracts its message; `sends`: in the background, which also sends it."""
         self._weights.begin()
-        self._rounds.weigh()
+        self._rounds.set_samples()
         self.mistakes.look_at_loaded()
         self.mistakes.look_at_replaced()
         starts, weights = self._weights.starts_and_locals()  # the pseudo-gradients are D = start - local
@@ -594,7 +594,7 @@ class LocalDeMo(ReplicatedOptimizer):
         return tuple(shared.items())
 
     def _before_change(self, wanted: str) -> None:
-        """Raises RuntimeError inside `shared`. Settles a failed round, forgets a consolidated state: both are old."""
+        """Raises RuntimeError inside `shared`. Settles a round that has failed; forgets a consolidated state."""
         self._weights.take_back(late=True)
         if self._weights.aside:
             raise RuntimeError(
@@ -635,7 +635,7 @@ class LocalDeMo(ReplicatedOptimizer):
         ours = {
             local: outer[weight] | self._weights.to_save(local) | {"transform": transform}
             for local, weight in self._weights.global_of.items()
-            if weight in outer  # not one that begins to train in the next round, nor one that a loaded state lacks
+            if weight in outer  # not one that begins to train in the next round, nor a frozen one that a state lacked
         }
         saved = {p: SavedParameter(ours.get(p, {}), inner.get(p, {})) for p in {**inner, **ours}}
         return ReadOnly(ReadOnly, {parameter: ReadOnly(None, each.entry()) for parameter, each in saved.items()})
@@ -684,7 +684,7 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
-        if self.warns_of_saving and not self._all_states:  # a consolidated state has each rank's local weights
+        if self.warns_of_saving and not self._all_states:  # whoever consolidates has the local weights of all ranks
             self.mistakes.look_at_saving()
         return super().state_dict()
 
@@ -713,7 +713,7 @@ class LocalDeMo(ReplicatedOptimizer):
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
             ours_of = {local: saved.ours for local, saved in saved_of.items()}
-            self._weights.restore(ours_of, may_change=folder is None)  # otherwise they are a run's
+            self._weights.restore(ours_of, may_be_new=folder is None)  # a run's weights are no new model's
             self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
             self._is_trained = self._is_trained or self.local_steps > 0
             self._rounds.restore(folder)

@@ -149,7 +149,7 @@ class LocalWeights(Follower):
             self._copy(self.global_of.items())
 
     def begin(self) -> None:
-        """Before the first step: from then on only rounds move the global weights."""
+        """Before each step and round. From the first on, only rounds move the global weights."""
         self.notice_loaded()
         self.untouched = False
 
@@ -356,11 +356,11 @@ class LocalWeights(Follower):
             kept["start"] = self.start_of[local]
         return kept
 
-    def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]], may_change: bool = True) -> None:
+    def restore(self, saved: Mapping[Tensor, Mapping[str, Tensor]], may_be_new: bool = True) -> None:
         """Restores the results of `to_save`, by parameter; others, frozen in that state, take the model's weights.
 
-        `may_change`: the optimizer may stay `untouched`, so that weights may still be loaded into the model, if this
-        state changes nothing, as that which Accelerate's `prepare` loads.
+        `may_be_new`: if the state is that of a new optimizer with these weights, this one stays `untouched`: weights
+        may still be loaded into the model. Accelerate's `prepare` loads such a state.
         """
         self.notice_loaded()
         before = self._hash_of_global() if self.untouched else None
@@ -374,7 +374,7 @@ class LocalWeights(Follower):
                 self.start_of[local] = like_on(local, to_local(global_weight).device)
                 self._copy([(entry["start"], self.start_of[local])])
         has_trained = self.differ or any(int(each.get("step", 0)) for each in saved.values())  # rounds
-        self.untouched = self.untouched and may_change and not has_trained and self._hash_of_global() == before
+        self.untouched = self.untouched and may_be_new and not has_trained and self._hash_of_global() == before
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         if local not in self.start_of:  # D counts from the global weights, rounded as the local ones are

@@ -94,7 +94,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     @property
     def _all_states(self) -> Mapping[int, StateDict] | None:
-        """Each rank's own entries, as from `collect`; in the replicator, because Lightning's wrappers copy the rest."""
+        """The result of `collect`. The replicator keeps it: Lightning's wrappers are copies, which share only parts."""
         return self.replicator.all_states
 
     @_all_states.setter
@@ -145,7 +145,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         found = self.own_state_dict()
         rank, _ = self.replicator.rank_and_size
         if self._all_states and savers_of(found) != savers_of(self._all_states.get(rank, {"state": {}})):
-            # A mark also counts entries: a parameter has begun to train since, or a script has cleared the inner state.
+            # `SavedBy` counts entries: a parameter has begun to train since, or a script has cleared the inner state.
             self._all_states = None
         return consolidated(self._all_states, found) if self._all_states else found
 

@@ -85,8 +85,8 @@ def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wirin
 def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) -> None:
     """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
-    It is an error of the mean, and so counts once per rank: `mean_over` are those of the next mean, in a round the
-    current ones, in `share_of` the old ones.
+    It is an error of the mean, so it counts once per rank: `mean_over` is the number of ranks in the mean that it goes
+    into. In a round these are the current ones, in `share_of` the old ones.
     """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
     rows = momentum[start : start + len(error)]
@@ -113,5 +113,5 @@ def _copy_into(value: Tensor | None, rows: Tensor) -> None:
     """Copies an earlier value into its new place; zeros if there is none."""
     if value is None:
         rows.zero_()
-    elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
+    elif value.data_ptr() != rows.data_ptr():  # otherwise `make_wiring` has kept the earlier buffer
         rows.copy_(value)

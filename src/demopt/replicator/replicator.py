@@ -327,7 +327,7 @@ class Replicator:
         number, exchange = current.header.round_number, self.session.exchange
         varies = isinstance(exchange, VaryingExchange)
         try:
-            self.session.agree(current.wiring, self.header)
+            self.session.agree(current.wiring, self.header)  # in a folder with nobody
             messages = self._travel(current, exchange) if current.work is None else self._arrived(current, current.work)
             messages = messages if varies else self._compare(current, exchange, messages)
         except ExchangeError as error:
@@ -467,7 +467,7 @@ class Replicator:
     def apply_missed(self, result: Result, received_bytes: int) -> None:
         """Applies the checked messages of a round in which this rank sent nothing: its momentum stays as it is.
 
-        `received_bytes`, those of the messages, are added to those of the step's own round, which `stats` stay about.
+        `received_bytes`, those of the messages, are added to `stats`; else these stay those of the step's own round.
         """
         self.require_idle("apply_missed")
         wiring, skipped, received_bytes = self.wiring(), self.stats.skipped, self.stats.received_bytes + received_bytes
@@ -691,7 +691,7 @@ class Replicator:
         with uninterrupted():
             self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
             self.state.update(entries)
-            self.round_number = torch.zeros_like(self.round_number)  # a new one: entries of DeMo may hold the old one
+            self.round_number = torch.zeros_like(self.round_number)  # saved entries of DeMo may hold the old one
             self._wiring = None
             self.wiring()  # makes buffers, and copies the entries into them
 

@@ -108,7 +108,7 @@ class Rounds:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """The context in which a step makes or ends a round; one that fails is settled at the end."""
+        """The context in which a step makes or ends a round. If it fails, ranks forget it, a folder leaves it open."""
         before, self._is_inside = self._is_inside, True  # a signal handler may enter while a step is inside
         try:
             yield
@@ -156,8 +156,8 @@ class Rounds:
     def note_step(self) -> None:
         """Notes a local step: in a folder, a sampler's batch has been trained on."""
 
-    def weigh(self) -> None:
-        """Sets the weight of the next message, if the trainer of a run in a folder counts what it has trained on."""
+    def set_samples(self) -> None:
+        """Sets `samples` of the next message, if the trainer of a run in a folder counts what it has trained on."""
 
     def end_open_round(self) -> bool:
         """Ends the round in flight, or one that an error left open; local steps since are for the next one.

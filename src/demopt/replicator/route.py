@@ -133,7 +133,7 @@ class Route:
         done = 0
         try:
             mine = self._own(data) if decoded is None else [coefficients.rank(row) for coefficients in decoded]
-            for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none if flagged
+            for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none if `data` is empty
                 subtract_sent(chunk_group, coefficients)
                 done += 1
         except (MemoryError, RuntimeError) as error:

@@ -33,10 +33,10 @@ _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run's weights after `number` rounds, checked; `before`: the manifest of the last of these rounds."""
+    """A run's weights after `number` rounds, checked; `decided`: the manifest of the last of these rounds."""
 
     number: int
-    before: Manifest | None
+    decided: Manifest | None
     tensors: list[Tensor]
 
 

@@ -143,7 +143,7 @@ class FolderExchange(VaryingExchange):
         self.role: Role = "outside"
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self.sent_from = 0  # the round after that of its last message, which `OpenRound` notes; or a state's
+        self.sent_from = 0  # as in `SavedWorker`; `OpenRound` notes it
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
@@ -385,13 +385,13 @@ class FolderExchange(VaryingExchange):
         def read(sender: log.Sender) -> int:
             name, most = log.message_name(manifest.round, sender.worker), wiring.route.widths[0] + log.MOST_ENVELOPE
 
-            def named(data: bytes) -> bytes:
+            def checked(data: bytes) -> bytes:
                 if log.digest(data) != sender.digest:
                     raise MessageError(f"{name} is not the object that the manifest of its round names")
                 return data
 
             def get() -> bytes | None:
-                if data := log.read(self.store, name, most, named):
+                if data := log.read(self.store, name, most, checked):
                     return data
                 if log.newest(self.store, manifest.run)[0] > manifest.round:
                     raise CoveredError(f"{name} is gone, and a checkpoint has its round")
@@ -440,7 +440,9 @@ class FolderExchange(VaryingExchange):
             )
 
     def move_to(self, decided: Manifest | None, stops: bool, known_at: float | None = None) -> None:
-        """Notes the place that the weights have moved to: after the round of a manifest; None: before the first one.
+        """Notes the place that the weights have moved to: after the round of a manifest.
+
+        `decided` is None before the first round, and while a loaded state has not been joined with.
 
         `stops`: a round on the way has ended the run. `known_at`: the time (monotonic) when it was known; None: now.
         """
@@ -451,7 +453,8 @@ class FolderExchange(VaryingExchange):
         if stops:  # a trainer that goes on no longer sends it
             self.wish.heard_at = math.inf
 
-    # Its end
+    # Its end. `leaving` and `asked_to_stop` are about this worker: its next message is its last one. The others are
+    # about the run: somebody wishes it to stop (`wish.is_heard`), a manifest has ended it (`stopping`), or all is done.
 
     @property
     def is_complete(self) -> bool:

@@ -57,8 +57,9 @@ class Record:
     identity: str  # drawn at random
     version: str  # of demopt
     facts: dict[str, str]
-    config_facts: list[list[str]]
-    #: Each group's settings; of its parameters "parameters" (shape, dtype), "param_names", "marks", "frozen" (a hash).
+    config_facts: list[list[str]]  # those of them that are the optimizer's, not the replicator's: a replay needs them
+    #: Each group's settings; of its parameters "parameters" (shape, dtype), "param_names", "marks" (`marks_of`, to tell
+    #: their order), "frozen" (a hash).
     groups: list[dict[str, Any]]
     checkpoint_every: int
     keep_log: bool
@@ -137,44 +138,45 @@ def digest(data: bytes) -> str:
 # The draft of a manifest: the first put decides
 
 
-def digest_of(decided: Manifest | None) -> str:
-    """Returns the digest of the manifest of the round before; an empty text before the first."""
-    return "" if decided is None else decided.digest
+def digest_of(manifest: Manifest | None) -> str:
+    """Returns a manifest's digest; an empty text for None, before the first round."""
+    return "" if manifest is None else manifest.digest
 
 
-def expected(decided: Manifest | None, hellos: Iterable[str]) -> set[str]:
+def expected(previous: Manifest | None, hellos: Iterable[str]) -> set[str]:
     """Returns the workers that a round waits for: members of the manifest before it, and workers with a hello."""
-    return {*(decided.members if decided else ()), *hellos}
+    return {*(previous.members if previous else ()), *hellos}
 
 
 def draft(
     author: Envelope,
-    decided: Manifest | None,
+    previous: Manifest | None,
     messages: Mapping[str, tuple[Envelope, str]],
     refused: Mapping[str, str],
     hellos: Mapping[str, float],
 ) -> Manifest:
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
-    `decided`: the round before. `hellos`: the seconds that workers with a hello need. Not expected next: workers that
-    leave, and those silent for `MOST_SILENT` rounds. A refused message, perhaps a stranger's, makes nobody a member.
+    `previous`: that of the round before. `hellos`: the seconds that workers with a hello need. Not expected next:
+    workers that leave, and those silent for `MOST_SILENT` rounds. A refused message makes nobody a member, because it
+    may be a stranger's.
     """
-    awaited = expected(decided, hellos)
+    awaited = expected(previous, hellos)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
     members: dict[str, int] = {}  # expected next, and so without those that leave
     for worker in sorted([*heard, *sorted(awaited.difference(heard))][:MOST_MEMBERS]):
-        sent = messages.get(worker)
-        silent = 0 if sent or worker in refused else (decided.members.get(worker, 0) if decided else 0) + 1
-        if silent < MOST_SILENT and not (sent and sent[0].leaves):
+        found = messages.get(worker)
+        silent = 0 if found or worker in refused else (previous.members.get(worker, 0) if previous else 0) + 1
+        if silent < MOST_SILENT and not (found and found[0].leaves):
             members[worker] = silent
     applied = {worker: messages[worker] for worker in sorted(heard)} if _moves(heard, members) else {}
-    senders = [Sender(worker, named, sent.samples, sent.note) for worker, (sent, named) in applied.items()]
+    senders = [Sender(worker, its_digest, each.samples, each.note) for worker, (each, its_digest) in applied.items()]
     reasons = {worker: legible(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
-    needs = {**(decided.seconds if decided else {}), **hellos}
-    needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
+    needs = {**(previous.seconds if previous else {}), **hellos}
+    needs |= {worker: each.seconds for worker, (each, _) in messages.items()}
     # After a stop, too, members keep what they hold: they may be back.
-    reading = _reading(author, decided, members, {worker: each for worker, (each, _) in applied.items()})
-    if stop := author.stop or any(message.stop for message, _ in messages.values()):
+    reading = _reading(author, previous, members, {worker: each for worker, (each, _) in applied.items()})
+    if stop := author.stop or any(each.stop for each, _ in messages.values()):
         members = {}  # all end; whether enough had sent was decided above, with them
     return Manifest(
         run=author.run,
@@ -184,7 +186,7 @@ def draft(
         refused=reasons,
         members=members,
         seconds={worker: needs.get(worker, 0.0) for worker in members},
-        before=digest_of(decided),
+        before=digest_of(previous),
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -201,13 +203,13 @@ def _moves(senders: Sized, members: Sized) -> bool:
 
 
 def _reading(
-    author: Envelope, decided: Manifest | None, members: Iterable[str], messages: Mapping[str, Envelope]
+    author: Envelope, previous: Manifest | None, members: Iterable[str], messages: Mapping[str, Envelope]
 ) -> Reading | None:
     """Returns who reads which sequences next. A silent member keeps what it holds.
 
     So does a worker that stopped and is not back, until nothing else is left: its state may have work on them.
     """
-    known = decided.reading if decided else None
+    known = previous.reading if previous else None
     if known is None:
         if author.reads is None:
             return None
@@ -217,8 +219,8 @@ def _reading(
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
     wanted |= {worker: said[worker].wanted for worker in wanted if worker in said}
-    if decided and (known.returned or known.unread < known.total):
-        away = known.held.keys() - decided.members.keys() - messages.keys()
+    if previous and (known.returned or known.unread < known.total):
+        away = known.held.keys() - previous.members.keys() - messages.keys()
         wanted |= {worker: count(known.held[worker]) for worker in away}
     return known.after({worker: reads.read for worker, reads in said.items()}, wanted)
 

@@ -51,7 +51,7 @@ class Attached:
     """An envelope without the message, and what its worker knows of the run, as they were when the message was made."""
 
     envelope: Envelope
-    decided: Manifest | None  # of the round before
+    previous: Manifest | None  # of the round before
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
     from_steps: int = 0  # sequences in the message, from local steps
     from_error: int = 0  # and from the error
@@ -60,7 +60,7 @@ class Attached:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOutcome(Outcome):
-    """A round's outcome and manifest, with this worker's own message; how long it waited for the last workers.
+    """A round's outcome and manifest, with this worker's own message and times.
 
     What was sent leaves the error only if the message is listed, whatever moves the weights.
     """
@@ -70,7 +70,7 @@ class FolderOutcome(Outcome):
     envelope: Envelope  # with this worker's own message
     was_left_out: bool  # this message is neither listed nor refused: it was late, or too few had sent
     needed: float  # seconds from the round before until the message was put, or the round found to be over
-    waited: float  # seconds in all, without those in which this process slept
+    waited: float  # seconds in `decide`, without those in which this process slept
     slept: float  # seconds, as after SIGSTOP, while it waited for the last workers
     waited_for: tuple[str, ...]  # the last workers; none if it mostly waited for one request
     overlooked: bool  # the author left out this worker's message, although it had been there for a second
@@ -97,7 +97,7 @@ class OpenRound:
         self._longest_request = 0.0  # seconds of requests made together: due to the store, or to this process's sleep
         self._absent_messages = set[str]()  # workers whose message was listed, and not there to be read
         self._absent_hellos = set[str]()  # and those whose hello was
-        self.valid: dict[str, tuple[Envelope, str]] = {}
+        self.valid: dict[str, tuple[Envelope, str]] = {}  # each with the digest of its object
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
         self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
@@ -105,15 +105,15 @@ class OpenRound:
 
     def decide(self) -> FolderOutcome:
         """Sends this worker's message, and waits for the round's manifest or proposes it; returns the outcome."""
-        run, number, decided, began = self._run, self._header.round_number, self._attached.decided, time.monotonic()
+        run, number, previous, began = self._run, self._header.round_number, self._attached.previous, time.monotonic()
         manifest = self._send()
         ready_at = self.put_at or time.monotonic()
         self._longest_request = time.monotonic() - began
         if manifest is None:
             self.add(self.mine, log.digest(self.mine.packed()))
-            self.read_new()  # found by the look beside the put: the last worker decides without another look
+            self.read_new()  # those that the look beside the put has listed: the last worker needs no other look
             manifest = self._wait()
-        if manifest.before != log.digest_of(decided):
+        if manifest.before != log.digest_of(previous):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
         row, sent = as_listed(self.mine, manifest)
         ended: Ending = "complete"
@@ -141,11 +141,11 @@ class OpenRound:
 
         Returns the manifest, if it is there already.
         """
-        run, mine, decided = self._run, self.mine, self._attached.decided
+        run, mine, previous = self._run, self.mine, self._attached.previous
         if not self._attached.is_resumed:  # otherwise `sent_from` is from the state, as is this message
             run.sent_from = mine.round + 1
         elapsed = time.monotonic() - self._attached.round_began
-        members = sorted(decided.members if decided else ())
+        members = sorted(previous.members if previous else ())
         looks: list[Callable[[], Any]] = [self.look, self._require_round_before]
         # Members take turns at reading the wish to stop, and tell the others by their message.
         if mine.worker not in members or members[mine.round % len(members)] == mine.worker:
@@ -165,13 +165,13 @@ class OpenRound:
 
     def _require_round_before(self) -> None:
         """Waits for the manifest before, without which nothing is put. ForkedError if the store has another one."""
-        run, decided = self._run, self._attached.decided
-        if decided is None:
+        run, previous = self._run, self._attached.previous
+        if previous is None:
             run.require_run()
             return
-        if run.wait_while_away(partial(run.manifest, decided.round)).digest != decided.digest:
+        if run.wait_while_away(partial(run.manifest, previous.round)).digest != previous.digest:
             raise ForkedError(
-                f"round {decided.round + 1} is another one in {run.store.address} than this worker has applied"
+                f"round {previous.round + 1} is another one in {run.store.address} than this worker has applied"
             )
 
     def _wait(self) -> Manifest:
@@ -198,7 +198,7 @@ class OpenRound:
                 self._longest_request = max(self._longest_request, time.monotonic() - looked_at)
                 self.waited_for = missing or self.waited_for
             elif self.untried_messages or self.untried_hellos:
-                awaited = log.expected(self._attached.decided, self.hellos)
+                awaited = log.expected(self._attached.previous, self.hellos)
                 # Looks again only if expected workers' messages are unread: a stranger may put more for ever.
                 self.read_new(*([self.look] if awaited.intersection(self.untried_messages) else []), again=False)
             else:
@@ -207,7 +207,7 @@ class OpenRound:
                     run.together([run.require_run, self._require_round_before])
                 self.waited_for = missing or self.waited_for
                 hellos = {worker: seconds for worker, (seconds, _) in self.hellos.items()}
-                proposed = run.propose(log.draft(author, self._attached.decided, self.valid, self.refused, hellos))
+                proposed = run.propose(log.draft(author, self._attached.previous, self.valid, self.refused, hellos))
                 self.known_at = time.monotonic()
                 return proposed
             if (manifest := self.read_manifest()) is not None:
@@ -232,15 +232,15 @@ class OpenRound:
 
     def missing(self) -> tuple[str, ...]:
         """Returns the expected workers whose messages are not there."""
-        expected = log.expected(self._attached.decided, self.hellos)
+        expected = log.expected(self._attached.previous, self.hellos)
         return tuple(sorted(expected - {*self.valid, *self.refused, *self._there}))
 
     def needs_until(self, worker: str, slack: float = SLACK) -> float:
         """Returns the time (monotonic) at which a worker's message is due, by the seconds that it says it needs."""
-        decided = self._attached.decided
+        previous = self._attached.previous
         began = self._attached.round_began
         seconds, since = self.hellos.get(worker, (0.0, began))
-        claimed = decided.seconds.get(worker, 0.0) if decided else 0.0
+        claimed = previous.seconds.get(worker, 0.0) if previous else 0.0
         return max(since + min(slack * seconds, LONGEST), began + min(slack * claimed, LONGEST))
 
     def look(self) -> None:
@@ -320,7 +320,7 @@ class OpenRound:
                 raise MessageError(
                     f"it has {len(sent.body):,} bytes, this layout's have {size:,}: truncated, or another one"
                 )
-            if sent.before != log.digest_of(self._attached.decided):
+            if sent.before != log.digest_of(self._attached.previous):
                 self._run.say_that_copies_part()
                 raise MessageError("it follows another manifest of the round before")
             if None not in (self.mine.weights, sent.weights) and sent.weights != self.mine.weights:

@@ -41,7 +41,7 @@ class Sequences:
         self._run = run
         self.total = 0  # of the run, all epochs together; 0: the run does not hand out sequences
         self.wanted = 0  # how many this worker wants to hold after the next round
-        self.weigh = False  # whether the unsent ones are this worker's weight in a round: LocalDeMo's `samples`
+        self.weigh = False  # whether `LocalDeMo.samples`, this worker's weight in a round, follows the unsent ones
         self.in_steps = 0  # trained on in local steps that no message has
         self.in_error = 0  # trained on, and in the error: from messages that were not listed
         self.read = set[int]()  # numbers that it has read; `reads` forgets those that a manifest counts

@@ -65,10 +65,10 @@ class SavedWorker:
 
     run: str
     worker: str
-    before: str  # digest of the manifest before the weights
+    before: str  # digest of the manifest of the round before these weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    sent_from: int  # messages of this worker from this round on are not in the state
+    sent_from: int  # the round after its last message: what it has sent from there on is not in the state
     unsent: int  # sequences in its error and local steps
     in_message: int  # those in the message
     in_error: int = 0  # those in the error, which has the message's content, too
@@ -150,19 +150,21 @@ class FolderRounds(Rounds):
             }
             for group in replicator.groups
         ]
-        facts = replicator.wiring().facts(), replicator.options.config_facts(), groups
         of_run = None if self._restored is None else self._restored.run
-        started, before = run.find_or_start(self._number, of_run, *facts, lambda: checkpoint_of(replicator))
+        started, decided = run.find_or_start(
+            self._number, of_run, replicator.wiring().facts(), replicator.options.config_facts(), groups,
+            first=lambda: checkpoint_of(replicator),
+        )  # fmt: skip
         if started:
             run.sequences.read.clear()  # from a state of another run; the content of its message is in the error
             self._restored, run.sent_from = None, 0
         else:
             self._check_order(groups)
             with replicator.follower.moved_by_others():
-                self._enter(before)
+                self._enter(decided)
                 self._follow_run()
                 if run.role == "joining":
-                    self._drop_if_sent_since(run.sent_from)
+                    self._drop_if_sent_since()
         run.stopping = run.has_stopped(run.decided)  # not by rounds from before it came, which it has just applied
         self._may_be_behind = False
         if run.stopping:
@@ -188,8 +190,8 @@ class FolderRounds(Rounds):
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order(f"{self.run.worker} has", there, theirs, mine)
 
-    def _enter(self, before: Manifest | None) -> None:
-        """Takes the run's weights, or goes on from a state, after its manifest `before`; ends its message's round."""
+    def _enter(self, decided: Manifest | None) -> None:
+        """Takes the run's weights, or goes on from a state, after the round of `decided`; ends its message's round."""
         run = self.run
         match run.role:  # an "observer", or a worker whose join ended in an error, already has the run's weights
             case "outside":
@@ -201,13 +203,13 @@ class FolderRounds(Rounds):
                 self._take_first()
             case "joining" if (saved := self._restored) is not None:
                 run.worker = saved.worker
-                if saved.before != log.digest_of(before):
+                if saved.before != log.digest_of(decided):
                     other = f"round {self._number} is another one in {run.store.address} than in the state"
                     self._leave_fork(ForkedError(other), saved.before)
                 else:
                     if saved.message is not None:
-                        self._resume_round(saved.message, before, saved.in_message)
-                    self._move_to(before)
+                        self._resume_round(saved.message, decided, saved.in_message)
+                    self._move_to(decided)
         if self.replicator.is_open:
             try:
                 self._exchange_and_end(run.is_over)
@@ -224,20 +226,20 @@ class FolderRounds(Rounds):
             self.run.sequences.drop_steps()
             self.run.role = "observer"
 
-    def _resume_round(self, message: log.Envelope, before: Manifest | None, in_message: int) -> None:
+    def _resume_round(self, message: log.Envelope, decided: Manifest | None, in_message: int) -> None:
         """Goes on with the round of a message that was made before a restart."""
         if message.round != self._number:
             raise MessageError(f"the saved message is of round {message.round}, the state of round {self._number}")
         envelope = replace(message, body=b"")
-        attached = Attached(envelope, before, round_began=time.monotonic(), from_error=in_message, is_resumed=True)
+        attached = Attached(envelope, decided, round_began=time.monotonic(), from_error=in_message, is_resumed=True)
         self.replicator.resume_round(tensor_of(message.body), attached)
 
-    def _drop_if_sent_since(self, sent_from: int) -> None:
-        """Drops what a state had not sent if this worker has sent it since, in a message of round `sent_from` or later.
+    def _drop_if_sent_since(self) -> None:
+        """Drops what a state had not sent if this worker has sent it since, in a message of `sent_from` or later.
 
-        A message in the open round is yet to count. In that round this worker then sends under a second name.
+        A message in the open round is yet to count; this worker's next one is then put there under a second name.
         """
-        run = self.run
+        run, sent_from = self.run, self.run.sent_from
         reads = [partial(run.manifest, number) for number in range(sent_from, self._number)]
         in_manifests = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
         # A wish to stop may have ended the catch-up at a round whose message this worker knows.
@@ -296,9 +298,9 @@ class FolderRounds(Rounds):
     def note_step(self) -> None:
         self.run.sequences.note_step()
 
-    def weigh(self) -> None:
+    def set_samples(self) -> None:
         sequences = self.run.sequences
-        if sequences.weigh:  # only now is it known whether the next message has those of the last one, too
+        if sequences.weigh:  # not earlier: an unlisted message's sequences are in the next one, too
             self.replicator.samples = min(max(1, sequences.unsent), MOST_SAMPLES)
 
     def exchange_and_apply(self) -> bool:
@@ -337,7 +339,7 @@ class FolderRounds(Rounds):
         assert isinstance(outcome, FolderOutcome)
         run, is_listed = self.run, outcome.row is not None
         with uninterrupted():  # so that `decided` is the manifest of the weights
-            if outcome.ended == "complete":
+            if outcome.ended == "complete":  # also one without senders, which is skipped
                 try:
                     replicator.apply(messages)
                 except DriftError:  # what was sent has left the momentum
@@ -491,15 +493,15 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint's weights; local ones follow at the end of `moved_by_others`."""
-        stops = self.has_joined and self.run.has_stopped(checkpoint.before)
+        stops = self.has_joined and self.run.has_stopped(checkpoint.decided)
         with uninterrupted():
             for tensor, value in zip(self.replicator.wiring().replicated_tensors(), checkpoint.tensors, strict=True):
                 tensor.copy_(value)
             self.replicator.round_number.fill_(checkpoint.number)
-            self._move_to(checkpoint.before, stops)
+            self._move_to(checkpoint.decided, stops)
 
     def _move_to(self, decided: Manifest | None, stops: bool = False) -> None:
-        """Moves on, except from a round of this worker's message (`note_outcome`): no loaded state's weights remain."""
+        """Notes the place of the weights, as `note_outcome` does after own rounds; a loaded state then has served."""
         self._restored = None
         self.run.move_to(decided, stops)
 
@@ -530,7 +532,8 @@ class FolderRounds(Rounds):
             if current.finite and current.message is not None:
                 # What it has sent is all in the error, if it stays unlisted.
                 message, in_message = envelope_of(current.attached, current.message), in_error
-        # `read_first` goes by the manifest of these weights. If they may be behind, a later one has counted, too.
+        # `read_first`, which the next message counts, goes by the manifest of these weights. Where rounds may have been
+        # decided since, a later one tells what this worker holds: until then all that it has read is kept.
         reads = sequences.read if self._may_be_behind else sequences.read_first
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
         if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
@@ -546,7 +549,7 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._may_be_behind = self.run, False
-        self._move_to(None)  # until `join` has the state's manifest
+        self._move_to(None)  # unknown until `join` has read the state's manifest
         run.sequences.drop()
         run.role, self._restored, run.left_out = "outside", saved, 0
         if saved is not None:
