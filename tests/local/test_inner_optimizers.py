@@ -475,6 +475,42 @@ def test_state_in_groups_is_each_ranks_own_and_resumed_and_is_no_setting_then(ho
     assert first[1] != second[1]
 
 
+@pytest.mark.filterwarnings("ignore:rank 0 received .* bytes of states")
+def test_state_in_the_group_of_one_rank_is_no_setting_of_another_that_loads_a_consolidated_state():
+    """As Prodigy's d, which has not changed yet on a rank without gradients."""
+    box = {}
+
+    def work(exchange):
+        optimizer, again = make(exchange), make(exchange)
+        parameters = problems.all_parameters(optimizer)
+        for step in range(4):
+            problems.set_gradients(parameters, step, exchange.rank)
+            for parameter in parameters if exchange.rank else ():
+                parameter.grad.zero_()
+            optimizer.step()
+        optimizer.consolidate_state_dict()
+        box[exchange.rank] = copy.deepcopy(optimizer.state_dict())
+        exchange.all_gather(torch.zeros(8, dtype=torch.uint8))
+        again.load_state_dict(box[0])
+        assert adapted(again)[:2] == adapted(optimizer)[:2]
+        assert train(again, range(4, 7), exchange.rank) == train(optimizer, range(4, 7), exchange.rank)
+        return again.param_groups[0]["d"]
+
+    first, second = ranks.threads(work, 2)
+    assert first > second
+
+
+def test_state_in_a_group_that_has_just_restarted_is_saved_as_absent():
+    optimizer, again = make(None), make(None)
+    for step, factor in enumerate([1.0, math.nan]):
+        problems.set_gradients(problems.all_parameters(optimizer), step)
+        problems.all_parameters(optimizer)[0].grad.mul_(factor)
+        optimizer.step()
+    again.load_state_dict(problems.by_file(optimizer.state_dict()))
+    assert "step" not in {*optimizer.param_groups[0], *again.param_groups[0]}
+    assert train(again, range(2, 6)) == train(optimizer, range(2, 6))
+
+
 def test_state_that_is_born_in_a_group_and_did_not_come_along_is_told():
     """As from torch.distributed.checkpoint, which asks for the names that a new optimizer has."""
     one, other = make(None), make(None)

@@ -40,6 +40,7 @@ Group = dict[str, Any]
 IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 #: The parameters, a scheduler's note, and torch's choices.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", *IMPLEMENTATIONS)
+_PLAIN = bool | int | float | str | None  # values of a group's state that are saved per rank
 _COUNTERS = ("step", "t")  # of an optimizer's steps, in its state or groups
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
@@ -203,6 +204,10 @@ class InnerOptimizers:
             for parameter in [each for each in parameters if each in found] or parameters[:1]:
                 found.setdefault(parameter, {})[IN_GROUP] = in_group
         return found
+
+    def as_given(self, saved: list[Group]) -> list[Group]:
+        """Returns saved groups without the state in them that `state` has."""
+        return [settings.as_given(group) for settings, group in zip(self._follow(), saved, strict=True)]
 
     def move(self) -> None:
         """Moves state along with parameters moved since the last call, as by model.to(device) after construction."""
@@ -567,10 +572,20 @@ class GroupSettings:
                 del self.group[name]
         self.changed()  # so that these changes do not count as the user's
 
+    def as_given(self, saved: Group) -> Group:
+        """Returns a saved group with the values that the user gave in place of those that `packed_state` has.
+
+        All ranks load the groups of one: where a value has not changed yet, another rank's is no user's choice.
+        """
+        plain = {name for name in self.state_names if isinstance(name, str) and isinstance(saved.get(name), _PLAIN)}
+        given = {name: self.given[name] for name in plain & {*self.given}}
+        return {name: value for name, value in saved.items() if name not in plain} | given
+
     def packed_state(self) -> Tensor | None:
         """Returns the names of the state in the group, with the values that are plain, for a saved state: uint8 [n]."""
-        pairs = [(name, self.group.get(name)) for name in sorted(self.state_names, key=str) if isinstance(name, str)]
-        found = {name: [value] if isinstance(value, bool | int | float | str | None) else [] for name, value in pairs}
+        there = self.state_names & {*self.group}  # `restart` takes some out of the group
+        names = sorted(name for name in there if isinstance(name, str))
+        found = {name: [self.group[name]] if isinstance(self.group[name], _PLAIN) else [] for name in names}
         return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 
 

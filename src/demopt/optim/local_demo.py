@@ -694,7 +694,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self.replicator.in_flight and any(p.requires_grad and w not in self.replicator.state for p, w in known):
             raise RuntimeError("a parameter has begun to train since the round in flight was sent; call flush() first")
         found, folder = super().own_state_dict(), self._rounds.entry()
-        groups = [without_numpy(group) for group in found["param_groups"]]
+        groups = [without_numpy(group) for group in self._inner.as_given(found["param_groups"])]
         return {**found, "param_groups": groups, **({"folder": folder} if folder else {})}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
