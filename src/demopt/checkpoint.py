@@ -45,7 +45,9 @@ _SHARDS = "the number of shards inside a node must be that of the checkpoint; th
 
 
 class _Entry:
-    """A rank's state of one parameter. DCP pickles each when it writes it, so that only one is copied at a time.
+    """A rank's state of one parameter, or its entry "folder".
+
+    DCP pickles each when it writes it, so that only one is copied at a time.
 
     In the file it is a mapping: "values" holds tensors, numbers and text; "sharded" names those that are shards of
     DTensors, saved as they lie here; "cut", of a sharded parameter, says how it is cut.
@@ -104,8 +106,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[f"{prefix}rank{old}{rest}"] = entry
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
-            # DCP refuses a key that the file lacks, as when fewer ranks saved it. All others stay, even if another rank
-            # takes over from one: where the file has none of its keys, DCP assumes a file of torch 2.3.
+            # DCP refuses a key that the file lacks, as when fewer ranks saved it. One that the file has stays, even if
+            # another rank takes it over: to DCP, a file with no key of this rank is one of torch 2.3.
             if key not in in_file:
                 del self.state_dict[key]  # from the planner's table only; the state that DCP loads keeps it
 

@@ -41,8 +41,9 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-#: Our parts that differ between ranks (all others are equal), as `Replicator.state` and DeMo's state name them.
-#: For another number of ranks, `share_of` averages `AVERAGED`, and adds an owner's error to the rank's own.
+#: Our parts that differ between ranks (all others are equal), by their names in `Replicator.state` and in DeMo's state,
+#: or, "local" and "start", as `LocalWeights.to_save` names them. For another number of ranks, `share_of` averages
+#: `AVERAGED`, and adds an owner's error to the rank's own.
 AVERAGED = ("momentum", "local", "start")
 OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)  # not "local_steps": ranks step together
 #: The names of our parts in LocalDeMo's state, where an entry also has the inner optimizer's parts, such as a "step".
@@ -51,7 +52,7 @@ NAMES_IN_LOCAL = {
     "step": "round",
     "momentum": "error",
     **{name: name for name in (OWNER_ERROR, OWNER_START, SAVED_BY)},
-    **{name: name for name in ("global", "local_steps", "transform", "local", "start")},
+    **{name: name for name in ("global", "local_steps", "transform", "local", "start")},  # of `LocalDeMo.state` alone
 }
 _OF_INNER = "demopt.inner."  # prefix of the inner optimizer's names that one of our parts has there
 

@@ -248,6 +248,17 @@ def test_state_knows_what_its_local_steps_have_read():
     assert read == Counter(range(20))
 
 
+def test_state_saved_again_before_a_join_knows_what_local_steps_since_it_was_loaded_have_read():
+    worker = Worker(ObjectStore(), 0).join()
+    worker.run.sequences.total, worker.run.sequences.wanted = 40, 6
+    worker.round()
+    ahead = worker.run.sequences.take(2, ahead=True)
+    worker.optimizer.load_state_dict(worker.state())
+    worker.optimizer.local_step()
+    saved = worker.state()["folder"]
+    assert (saved["read"], saved["unsent"], saved["in_error"]) == (ahead, 2, 0)
+
+
 def test_sampler_gives_out_again_what_local_steps_that_resync_drops_have_read():
     worker, given = Worker(ObjectStore(), 0, sync_every=4), []
     for batch in demopt.RunSampler(worker.optimizer, 24, batch=2):

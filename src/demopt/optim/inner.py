@@ -206,7 +206,7 @@ class InnerOptimizers:
         return found
 
     def as_given(self, saved: list[Group]) -> list[Group]:
-        """Returns saved groups without the state in them that `state` has."""
+        """Returns saved groups with the user's values: those of the optimizer are in the entries of `state`."""
         return [settings.as_given(group) for settings, group in zip(self._follow(), saved, strict=True)]
 
     def move(self) -> None:
@@ -283,7 +283,7 @@ class InnerOptimizers:
         self._lent, lost = {}, set[str]()
         for settings, in_group, group in zip(self._settings, states_in_groups, whole_groups, strict=True):
             settings.state_names.update(in_group)
-            lost |= {*in_group} - {*group}  # `packed_state` has only plain values, DCP only this optimizer's names
+            lost |= {*in_group} - {*group}  # not plain, so it came with the group, of which DCP loads known names
         self._follow()
         told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
         return f"{told}save one file per rank" if lost else ""
@@ -575,7 +575,8 @@ class GroupSettings:
     def as_given(self, saved: Group) -> Group:
         """Returns a saved group with the values that the user gave in place of those that `packed_state` has.
 
-        All ranks load the groups of one: where a value has not changed yet, another rank's is no user's choice.
+        All ranks load the groups of one of them. A rank whose optimizer has not changed a value yet would take that of
+        another rank for the user's.
         """
         plain = {name for name in self.state_names if isinstance(name, str) and isinstance(saved.get(name), _PLAIN)}
         given = {name: self.given[name] for name in plain & {*self.given}}

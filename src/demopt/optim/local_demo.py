@@ -261,7 +261,7 @@ class LocalDeMo(ReplicatedOptimizer):
             sent, in_flight = self.stats, self.replicator.in_flight
             self.flush()
             if in_flight:
-                self.replicator.stats = self.stats.after(sent)
+                self.replicator.stats = self.stats.plus(sent)
 
     @unrecorded
     def extract(self) -> Tensor:
@@ -478,10 +478,10 @@ class LocalDeMo(ReplicatedOptimizer):
             with self._rounds.settled():
                 self._extract()
                 again = self._rounds.exchange_and_apply()
-            self.replicator.stats = spent = self.replicator.stats.after(spent)
+            self.replicator.stats = spent = self.replicator.stats.plus(spent)
 
     def _end_open_round(self) -> bool:
-        """Ends a round in flight or left open, even if a signal handler saves meanwhile; returns if the run ended."""
+        """Ends a round in flight or left open, even if a signal handler saves then; returns whether the run ended."""
         if self.replicator.is_open and self.local_steps:
             self._weights.hold_start()
         with self._rounds.settled():
@@ -704,11 +704,11 @@ class LocalDeMo(ReplicatedOptimizer):
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
-        self.replicator.let_travel()  # here, where a signal ends the wait
+        self.replicator.let_travel()  # here, where a signal ends the wait, which `forget_round` has, too
         with uninterrupted():
             # The last check. `numbered` also has frozen parameters, which `saved_of` lacks. From here on all is taken.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
-            self.replicator.forget_round()  # `_follow_changes` moves weights only between rounds
+            self.replicator.forget_round()  # `_follow_changes` moves weights to other devices only between rounds
             self._follow_changes(saved_of)  # groups may have been added
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})

@@ -83,15 +83,15 @@ class Stats:
         spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
         return replace(self, seconds={**self.seconds, stage: spent}, **changes)
 
-    def after(self, earlier: "Stats") -> "Stats":
-        """Returns a copy with the traffic and seconds of an earlier round in the same step added."""
-        stages = {**earlier.seconds, **self.seconds}
+    def plus(self, other: "Stats") -> "Stats":
+        """Returns a copy with the traffic and seconds of another round in the same step added."""
+        stages = {**other.seconds, **self.seconds}
         return replace(
             self,
-            payload_bytes=max(earlier.payload_bytes, self.payload_bytes),  # of one message, not of the link
-            sent_bytes=earlier.sent_bytes + self.sent_bytes,
-            received_bytes=earlier.received_bytes + self.received_bytes,
-            seconds={stage: earlier.seconds.get(stage, 0.0) + self.seconds.get(stage, 0.0) for stage in stages},
+            payload_bytes=max(other.payload_bytes, self.payload_bytes),  # of one message, not of the link
+            sent_bytes=other.sent_bytes + self.sent_bytes,
+            received_bytes=other.received_bytes + self.received_bytes,
+            seconds={stage: other.seconds.get(stage, 0.0) + self.seconds.get(stage, 0.0) for stage in stages},
         )
 
 
@@ -327,7 +327,7 @@ class Replicator:
         number, exchange = current.header.round_number, self.session.exchange
         varies = isinstance(exchange, VaryingExchange)
         try:
-            self.session.agree(current.wiring, self.header)  # in a folder with nobody
+            self.session.agree(current.wiring, self.header)  # in a folder with itself
             messages = self._travel(current, exchange) if current.work is None else self._arrived(current, current.work)
             messages = messages if varies else self._compare(current, exchange, messages)
         except ExchangeError as error:
@@ -353,7 +353,7 @@ class Replicator:
             else:
                 messages = current.wiring.route.exchange(current.message, exchange, current.header)
         travelled = Stats(sent_bytes=exchange.sent_bytes - sent, received_bytes=exchange.received_bytes - received)
-        current.stats = current.stats.after(travelled)  # a round may travel twice
+        current.stats = current.stats.plus(travelled)  # a round may travel twice
         return messages
 
     def _compare(self, current: Round, exchange: Meter, messages: Tensor) -> Tensor:
@@ -691,7 +691,7 @@ class Replicator:
         with uninterrupted():
             self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
             self.state.update(entries)
-            self.round_number = torch.zeros_like(self.round_number)  # saved entries of DeMo may hold the old one
+            self.round_number = torch.zeros_like(self.round_number)  # `attach` sets it; entries may hold the old one
             self._wiring = None
             self.wiring()  # makes buffers, and copies the entries into them
 

@@ -238,7 +238,7 @@ class FolderExchange(VaryingExchange):
     ) -> tuple[bool, Manifest | None]:  # fmt: skip
         """Starts the run, or finds it; returns whether it has started it, and the manifest before round `number` there.
 
-        `of_run`: the run of a loaded state, if there is one.
+        `of_run`: the run of a loaded state, if there is one; only if there is no run here may it be another.
         `first`, called only to start it, serialises the weights. SettingsError, before anything is sent, if this
         worker has other facts or another version than the run, or is at round `number` of a run that is not there.
         """

@@ -30,8 +30,8 @@ MOST_SILENT = 2  # rounds without a message after which a worker is not waited f
 MOST_DEPTH = 40  # nested lists and dicts
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
-MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
-MOST_NOTE = MOST_ENVELOPE - 1024  # bytes of a message's note, as `json.dumps` writes it
+MOST_ENVELOPE = 1 << 12  # bytes of an envelope before its message
+MOST_NOTE = MOST_ENVELOPE - 1024  # bytes of a note, as `json.dumps` writes it
 _LOST = 100  # manifests that may be gone before a checkpoint; with more gone, it is not looked at
 
 T = TypeVar("T")

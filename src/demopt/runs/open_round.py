@@ -51,7 +51,7 @@ class Attached:
     """An envelope without the message, and what its worker knows of the run, as they were when the message was made."""
 
     envelope: Envelope
-    previous: Manifest | None  # of the round before
+    previous: Manifest | None  # of the round before: `FolderExchange.decided` at that time
     round_began: float  # the time (monotonic) from which this worker's seconds for the round count
     from_steps: int = 0  # sequences in the message, from local steps
     from_error: int = 0  # and from the error

@@ -68,7 +68,7 @@ class SavedWorker:
     before: str  # digest of the manifest of the round before these weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    sent_from: int  # the round after its last message: what it has sent from there on is not in the state
+    sent_from: int  # the first round whose message by this worker, if there is one, the state does not know
     unsent: int  # sequences in its error and local steps
     in_message: int  # those in the message
     in_error: int = 0  # those in the error, which has the message's content, too
@@ -347,7 +347,7 @@ class FolderRounds(Rounds):
                     raise
                 self._may_be_behind = not is_listed  # later rounds may be decided already
             else:
-                replicator.mark_applied()
+                replicator.mark_applied()  # the weights that include it come by `_catch_up` or `resync`
                 self._may_be_behind = outcome.ended == "covered"  # after a drift the user calls `resync`
             run.sequences.end(current, is_listed)
             run.note_outcome(outcome)
@@ -470,11 +470,11 @@ class FolderRounds(Rounds):
         self._drop_unsent()
         run.say(f"{error}; what this worker has not sent is dropped")
         run.say_that_copies_part()
-        # `before`: the manifest before this round, as the store has it now; `chosen`: the digest of that from which the
+        # `there`: the manifest before this round, as the store has it now; `chosen`: the digest of that from which the
         # run went on, if it did.
-        before, after = self.run.known_manifest(number - 1), self.run.manifest(number)
-        chosen = after.before if after else before.digest
-        is_mine, is_there = chosen == mine_before, chosen == before.digest
+        there, after = self.run.known_manifest(number - 1), self.run.manifest(number)
+        chosen = after.before if after else there.digest
+        is_mine, is_there = chosen == mine_before, chosen == there.digest
         if is_mine and after is not None:  # only a worker that applied the lost one can apply what follows it
             with suppress(CoveredError):
                 self.apply_manifest(after)
@@ -522,7 +522,8 @@ class FolderRounds(Rounds):
         if run.role == "outside":
             return {}
         if self._restored is not None:
-            return replace(self._restored, unsent=sequences.unsent).entry()  # local steps may have come since
+            # Local steps may have come since, also on batches that a loader had ahead.
+            return replace(self._restored, unsent=sequences.unsent, read=sorted(sequences.read)).entry()
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
         in_steps, in_error = sequences.in_steps, sequences.in_error
@@ -531,7 +532,7 @@ class FolderRounds(Rounds):
             in_steps, in_error = sequences.after(current, is_listed=False)
             if current.finite and current.message is not None:
                 # What it has sent is all in the error, if it stays unlisted.
-                message, in_message = envelope_of(current.attached, current.message), in_error
+                message, in_message = envelope_of(current.attached, current.message), in_error  # `after` has them there
         # `read_first`, which the next message counts, goes by the manifest of these weights. Where rounds may have been
         # decided since, a later one tells what this worker holds: until then all that it has read is kept.
         reads = sequences.read if self._may_be_behind else sequences.read_first
@@ -549,7 +550,7 @@ class FolderRounds(Rounds):
     def restore(self, saved: SavedWorker | None) -> None:
         """Takes the result of `read_entry`. The worker joins the run again."""
         run, self._may_be_behind = self.run, False
-        self._move_to(None)  # unknown until `join` has read the state's manifest
+        self._move_to(None)  # unknown until `join` has read the state's manifest; forgets an earlier `_restored`
         run.sequences.drop()
         run.role, self._restored, run.left_out = "outside", saved, 0
         if saved is not None:

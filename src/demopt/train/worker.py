@@ -136,10 +136,10 @@ class Connected(Training):
         if isinstance(optimizer, LocalDeMo):
             if pause and optimizer.replicator.in_flight:
                 optimizer.flush()
-                stats = optimizer.stats.after(stats)
+                stats = optimizer.stats.plus(stats)
             if self.ended and optimizer.local_steps:
                 optimizer.finish_round(last=True)
-                stats = optimizer.stats.after(stats)
+                stats = optimizer.stats.plus(stats)
         return cost_of(stats, time.perf_counter() - began)
 
     def _reduce(self, rows: list[Row]) -> None:

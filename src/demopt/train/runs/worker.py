@@ -354,7 +354,7 @@ class Worker(Training):
                 return stats
         self.optimizer.finish_round(last=self.run.leaving)
         self._hear(loss)
-        return self.optimizer.stats.after(stats)
+        return self.optimizer.stats.plus(stats)
 
     def _note(self) -> Row:
         """Returns this worker's numbers, for a message that is made now."""
