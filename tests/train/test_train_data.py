@@ -238,6 +238,7 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     [
         ("empty.txt", b"", "no text in it"),
         ("windows.txt", "some words".encode("utf-16"), "UTF-16; write it as UTF-8"),
+        ("wide.txt", "some words".encode("utf-32"), "UTF-32; write it as UTF-8"),
         ("packed.txt", b"\xfd7zXZ\0", "compressed; unpack it"),
         ("null.jsonl", b'{"text": null}', r"an object with text \(a string\) .*, got an object with text \(NoneType\)"),
         ("chats.json", b'[\n {"messages": []}]', "chats.json is JSON; write it as JSON lines"),
@@ -277,6 +278,14 @@ def test_load_corpus_refuses_mixed_data_a_small_vocabulary_and_a_tokenizer_that_
     np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
     with pytest.raises(InputError, match="mixes token files"):
         data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
+
+
+def test_tokenizer_that_cannot_encode_the_text_is_told(tmp_path, text):
+    tokenizers = pytest.importorskip("tokenizers")
+    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))  # it has no token for unknown words
+    bare.save(str(tmp_path / "words.json"))
+    with pytest.raises(InputError, match="the tokenizer cannot encode it: WordLevel error"):
+        data.load_corpus(replace(CONFIG, data=[str(text)], tokenizer=str(tmp_path / "words.json")))
 
 
 def test_tokens_that_the_tokenizer_lacks_are_told_and_numbers_may_have_gaps(tmp_path):

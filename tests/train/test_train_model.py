@@ -17,8 +17,8 @@ import forked
 from demopt.train import data, loop
 from demopt.train.config import InputError, TrainConfig, assemble, resolve
 from demopt.train.data import load_corpus, load_tokenizer
-from demopt.train.method import activations_of
-from demopt.train.model import begin, save
+from demopt.train.method import activations_of, refuse_if_too_large
+from demopt.train.model import backward, begin, save, uses_all_parameters
 from models import save_chats, save_tiny
 
 # For the two workers of each run.
@@ -210,6 +210,50 @@ def test_model_that_cannot_be_trained_so_is_refused_before_it_trains(kind, setti
             begin(resolve(TrainConfig(model=str(tmp_path), device="cpu", **settings)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("BertForPreTraining", {}, "its predictions know later tokens"),
+        ("XLNetLMHeadModel", {}, "its predictions know later tokens"),
+        ("GPTJForCausalLM", {"sequence": 65}, "--sequence is 65, and --model .* has 64 positions: index"),
+        ("MptForCausalLM", {"sequence": 65}, "--sequence is 65, and --model .* has 64 positions: "),
+        ("DiffLlamaForCausalLM", {}, ""),  # makes parameters on the CPU, also where the default is the meta device
+    ],
+)
+def test_model_whose_forward_pass_does_not_do_for_training_is_refused(kind, settings, told, tmp_path):
+    import transformers
+
+    of_class = getattr(transformers, kind)
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {
+        "max_position_embeddings": 64,
+        "rotary_dim": 8,
+        "intermediate_size": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if kind == "MptForCausalLM":
+        shape = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 64}
+    if kind == "XLNetLMHeadModel":
+        shape = {"vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}
+    of_class(of_class.config_class(**shape, initializer_range=0.5)).save_pretrained(tmp_path)
+    config = resolve(TrainConfig(model=str(tmp_path), device="cpu", **settings))
+    refuse_if_too_large(config, torch.device("cpu"), 1)
+    with pytest.raises(InputError, match=told) if told else contextlib.nullcontext():
+        config, model = begin(config)
+        length = config.sequence
+        backward(model, np.zeros((2, length + 1), np.int64), config, torch.device("cpu"), 2 * length)
+
+
+def test_model_of_which_text_uses_only_a_part_is_known():
+    import transformers
+
+    shape = {"vocab_size": 64, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    bart = transformers.BartForCausalLM(transformers.BartConfig(**shape))  # has weights for what an encoder gives
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    assert (uses_all_parameters(bart), uses_all_parameters(gpt2)) == (False, True)
+
+
 def test_model_with_fewer_rows_than_tokens_is_refused(base):
     """A model of images and text may be such a one: its config.json leaves out the vocabulary."""
     config = resolve(TrainConfig(model=str(base)))
@@ -322,6 +366,13 @@ def test_half_a_letter_in_a_conversation_is_read_as_in_a_text(base):
     tokenizer = load_tokenizer(str(base))
     whole, half = (data.parse([{"role": "assistant", "content": text}]) for text in ("a ?", "a \ud83d"))
     assert np.array_equal(data.encode_chats([half], tokenizer, 100)[0], data.encode_chats([whole], tokenizer, 100)[0])
+
+
+def test_parts_of_a_message_are_read_as_one_text_and_images_are_refused():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    split, whole = (data.parse([{"role": "assistant", "content": content}]) for content in (parts, "one two"))
+    assert split == whole
+    assert data.parse([{"role": "user", "content": [{"type": "image", "url": "x.png"}]}]) is None
 
 
 def test_template_that_refuses_a_conversation_or_is_missing_is_told(base, chats, tmp_path):

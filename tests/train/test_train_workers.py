@@ -52,6 +52,14 @@ def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said):
     assert (str(told), isinstance(told, InputError)) == (said, said.startswith("--data"))
 
 
+def test_disk_that_is_too_full_for_the_report_of_an_error_is_told(tmp_path, text):
+    limited = ["bash", "-c", 'ulimit -f 2; "$@"', "bash", *COMMAND]  # as in a full TMPDIR: no file takes the traceback
+    more = [*SMALL, "--workers", "2", "--data", text, "--out", tmp_path / "run"]
+    done = subprocess.run([*limited, *map(str, more)], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, "cannot be written: File too large" in done.stderr) == (1, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 1), (signal.SIGQUIT, 131)])
 def test_killed_worker_and_a_quit_in_the_terminal_end_the_run(tmp_path, text, number, code):
     out = tmp_path / "run"

@@ -220,6 +220,8 @@ def unfit(file: Path) -> str:
         return "a parquet file; write it as JSON lines: datasets.load_dataset('parquet', ...).to_json('x.jsonl')"
     if head.startswith(COMPRESSED):
         return "compressed; unpack it"
+    if head.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "UTF-32; write it as UTF-8, as iconv -f UTF-32 -t UTF-8 does"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):  # as editors on Windows write "Unicode"
         return "UTF-16; write it as UTF-8, as iconv -f UTF-16 -t UTF-8 does"
     if file.suffix != LINES_SUFFIX and _LIKE_LINES.match(head):
@@ -379,7 +381,10 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
     rows = [np.empty(0, dtype)]
     for first in range(0, len(texts), ENCODED_AT_ONCE):
         decoded = [text.decode("utf-8", "replace") for text in texts[first : first + ENCODED_AT_ONCE]]
-        found = tokenizer(decoded, add_special_tokens=False)["input_ids"]
+        try:
+            found = tokenizer(decoded, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # the library's bare class, as of a tokenizer without a token for unknown words
+            raise InputError(f"--data: the tokenizer cannot encode it: {first_line(error)}") from None
         rows += [np.array(row + end, dtype) for row in found]
     return np.concatenate(rows)
 
@@ -460,10 +465,18 @@ class Chat(bytes):
 
 def parse(messages: Any) -> Chat | None:
     """Returns the conversation; None if this is not a list of messages with `role` and `content`."""
-    fits = isinstance(messages, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in messages
-    )
-    return Chat(json.dumps(messages).encode()) if messages and fits else None
+    if not messages or not isinstance(messages, list):
+        return None
+    found = []
+    for each in messages:
+        if not (isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each):
+            return None
+        if isinstance(content := each["content"], list):  # parts, which a template for text would print as a list
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+                return None  # images, for example
+            each = {**each, "content": "".join(part["text"] for part in content)}
+        found.append(each)
+    return Chat(json.dumps(found).encode())
 
 
 def encode_chats(chats: Sequence[bytes], tokenizer: Any, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -48,7 +48,7 @@ def train(config: TrainConfig, out: OutFolder | None = None) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` reports the error
-    with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="demopt-", ignore_cleanup_errors=True) as scratch:
         settings = Path(scratch, "settings.json")
         settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
         settings.with_name(OLD_STOP).write_text(str(out.old_stop))

@@ -17,7 +17,7 @@ from demopt.errors import DemoptError
 from demopt.optim.local_demo import LocalDeMo
 from demopt.train.config import TrainConfig
 from demopt.train.data import Batch, Corpus, sequences, validation_windows
-from demopt.train.model import backward, loss_sum, targets
+from demopt.train.model import backward, loss_sum, targets, uses_all_parameters
 from demopt.train.out import OutFolder, Row
 from demopt.train.report import Report
 from demopt.train.team import Team
@@ -51,7 +51,8 @@ class Training(ABC):
         if self.config.optimizer == "adamw":
             devices = [self.team.device.index] if self.team.device.type == "cuda" else None
             with self.team.waiting():
-                self.forward = DistributedDataParallel(self.forward, device_ids=devices)
+                unused = not uses_all_parameters(self.model)
+                self.forward = DistributedDataParallel(self.forward, device_ids=devices, find_unused_parameters=unused)
 
     @property
     @abstractmethod

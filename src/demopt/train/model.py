@@ -29,15 +29,16 @@ def begin(config: TrainConfig) -> tuple[TrainConfig, nn.Module]:
     if not config.model:
         return config, _fresh(config)
     model = _loaded(config)
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = _longest(model.config)
     if longest and (config.sequence or 0) > longest and _learns_positions(model, longest):
-        raise InputError(f"--sequence is {config.sequence}, and --model {config.model} has {longest} positions")
+        raise InputError(_too_long(config, longest))
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if rows and rows < (config.vocab_size or 0):
         told = f"its embedding has {rows:,} rows, and the tokens need {config.vocab_size:,}; give its own tokenizer"
         raise InputError(f"--model {config.model}: {told}")
-    if model.device.type != "meta":
+    if torch.get_default_device().type != "meta":
         config = dataclasses.replace(config, model_digest=_same_digest(config, model))
+        _check_predictions(config, model)
     if not (config.lora and config.device != "cpu" and torch.cuda.is_available()):
         model = model.float()
     return config, _adapted(model, config.lora) if config.lora else model.train()
@@ -94,7 +95,8 @@ def _loaded(config: TrainConfig) -> Any:
     try:
         if torch.get_default_device().type == "meta":
             shapes = AutoConfig.from_pretrained(folder, **local)
-            return AutoModelForCausalLM.from_config(shapes, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(shapes, trust_remote_code=False)
+            return model.to("meta")  # some, such as DiffLlama, make a few parameters on the CPU
         how: Any = {**local, "use_safetensors": True, "dtype": "auto", "output_loading_info": True}
         model, found = AutoModelForCausalLM.from_pretrained(folder, **how)
     except Exception as error:  # any: a damaged or missing file, an architecture that is unknown or needs its own code
@@ -113,12 +115,48 @@ def _loaded(config: TrainConfig) -> Any:
     return model
 
 
+def _longest(shape: Any) -> int | None:
+    """Returns the positions of a model, by its config; None if it does not say."""
+    return getattr(shape, "max_position_embeddings", None) or getattr(shape, "max_seq_len", None)  # MPT
+
+
+def _too_long(config: TrainConfig, longest: int | None) -> str:
+    return f"--sequence is {config.sequence}, and --model {config.model} has {longest} positions"
+
+
 def _learns_positions(model: Any, longest: int) -> bool:
     """Whether an embedding has a row per position, or two more, as OPT's; rotary embeddings have no last position."""
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     return any(
         each.num_embeddings in (longest, longest + 2) for each in tables if each is not model.get_input_embeddings()
     )
+
+
+@torch.no_grad()
+def _check_predictions(config: TrainConfig, model: Any) -> None:
+    """Raises InputError if predictions know later tokens, as those of BERT and XLNet: their loss is of no use."""
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    tokens[1, -1] = 2
+    try:
+        first, second = model.eval()(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    except Exception:  # any: the architecture's own, perhaps only for so few tokens; training will tell
+        return
+    rounding = 1e-3 if model.dtype == torch.float32 else 1e-2  # of experts, to which more or fewer tokens go
+    if (first - second).abs().max() > rounding * first.abs().max():
+        told = "its predictions know later tokens, so their loss is of no use; give a causal language model"
+        raise InputError(f"--model {config.model}: {told}")
+
+
+def uses_all_parameters(model: Any) -> bool:
+    """Whether text uses all parameters that train: of a model of text and images it does not."""
+    tokens = torch.zeros(1, 8, dtype=torch.long, device=next(model.parameters()).device)
+    found, nodes = set[Any](), [model(input_ids=tokens, use_cache=False).logits.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) not in found:
+            found.add(node)
+            nodes += [each for each, _ in node.next_functions if each is not None]
+    used = {id(node.variable) for node in found if hasattr(node, "variable")}  # the leaves of the graph
+    return all(id(parameter) in used for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _quiet() -> None:
@@ -171,7 +209,13 @@ def loss_sum(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig
     signed = torch.from_numpy(windows).to(device)
     tokens, wanted = torch.where(signed < 0, ~signed, signed)[:, :-1], signed[:, 1:].clamp(min=-1)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device)):
-        logits = forward(input_ids=tokens, use_cache=False).logits
+        try:
+            logits = forward(input_ids=tokens, use_cache=False).logits
+        except (IndexError, RuntimeError) as error:  # tables of positions that `_learns_positions` does not know
+            longest = _longest(getattr(getattr(forward, "module", forward), "config", None))  # `module`: of DDP
+            if tokens.shape[1] > (longest or tokens.shape[1]) and not isinstance(error, torch.OutOfMemoryError):
+                raise InputError(f"{_too_long(config, longest)}: {first_line(error)}") from None
+            raise
         return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum")
 
 

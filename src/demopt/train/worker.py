@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from demopt.exchange.interface import all_reduce_bytes, gather_values
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.output import open_outlets
+from demopt.output import open_outlets, tell
 from demopt.replicator.replicator import Stats
 from demopt.train import checkpoint
 from demopt.train.config import InputError, SharedInputError, TrainConfig, check_same_run, config_of, read_file, resolve
@@ -36,6 +36,7 @@ from demopt.train.team import Team, join, signals_to_stop, stop_on_signals
 
 #: Files beside SETTINGS.json: the launcher asks the run to stop; the run has ended by itself; `OutFolder.old_stop`.
 STOP, ENDED, OLD_STOP = "stop", "ended", "old_stop"
+REPORT_BYTES = 1 << 16  # room for the error, which torch then writes there
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
@@ -260,8 +261,14 @@ def main() -> NoReturn:
     def work_or_tell(config: TrainConfig, out: OutFolder, stopping: Callable[[], bool]) -> bool:
         try:
             return work(config, out, stopping)
-        except Exception:
-            made(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+        except Exception as error:
+            place = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+            try:
+                made(place).write_text(" " * REPORT_BYTES)
+            except OSError:  # a full disk: torch's launcher would fail over a cut report; without one it names the rank
+                place.unlink(missing_ok=True)
+                tell(f"rank {os.environ['RANK']}: {error}")
+                raise SystemExit(1) from None
             raise
 
     try:
