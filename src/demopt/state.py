@@ -96,7 +96,7 @@ class SavedParameter:
         """Writes the other parts: those that are one rank's own."""
         entry = {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
-            # "momentum" is renamed, too: `entries_of` would take a state in which nothing has trained yet for DeMo's.
+            # "momentum", too: `entries_of` takes entries with it for DeMo's where "global" is not beside it, as here.
             is_taken = name in (*NAMES_IN_LOCAL.values(), "momentum")
             entry[f"{_OF_INNER}{name}" if is_taken else name] = value
         return entry
