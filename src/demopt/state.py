@@ -41,9 +41,9 @@ _REMEDY = (
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-#: Our parts that differ between ranks (all others are equal), by their names in `Replicator.state` and in DeMo's state,
-#: or, "local" and "start", as `LocalWeights.to_save` names them. For another number of ranks, `share_of` averages
-#: `AVERAGED`, and adds an owner's error to the rank's own.
+#: Our parts that differ between ranks (all others are equal), by their names in `Replicator.state`, in DeMo's state and
+#: in `LocalWeights.to_save`. For another number of ranks, `share_of` averages `AVERAGED`, and adds an owner's error to
+#: the rank's own.
 AVERAGED = ("momentum", "local", "start")
 OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)  # not "local_steps": ranks step together
 #: The names of our parts in LocalDeMo's state, where an entry also has the inner optimizer's parts, such as a "step".
@@ -70,7 +70,7 @@ class SavedParameter:
         """Reads an entry of a state, LocalDeMo's if `of_local`, without torch's additions."""
         saved_by = SavedBy.of(entry)
         may_have_gained = saved_by is None or len(entry) > saved_by.entries
-        if may_have_gained:  # from torch, which flattens states: an empty dict per name of the loading optimizer alone
+        if may_have_gained:  # flattening adds an empty dict per name that only the loading optimizer has
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # a script's own entries stay, too
             return SavedParameter(dict(entry), {}, of_local)

@@ -718,7 +718,7 @@ def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(wi
     def sleep(seconds):
         time.sleep(seconds)
         waits.set()
-        if within == "a pause" and slept[0] < 306.0:  # after the first: shorter ones are no sleep
+        if within == "a pause" and slept[0] < 307.0:  # after the first: shorter ones are no sleep
             slept[0] += seconds + (0.9 if slept[0] else 300.0)
 
     def looked(*given):
@@ -730,7 +730,7 @@ def test_worker_that_slept_while_it_looked_for_others_has_not_waited_for_them(wi
     monkeypatch.setattr("demopt.runs.open_round.time", clock)
     monkeypatch.setattr(log, "look", looked)
     with waiting(first.round, store):
-        wait_for(lambda: slept[0] > (305.0 if within == "a pause" else 0.0))
+        wait_for(lambda: slept[0] > (306.0 if within == "a pause" else 0.0))
         second.round()
     if within == "a pause":
         assert first.run.last.waited_for == ("w1",)

@@ -210,39 +210,44 @@ def test_model_that_cannot_be_trained_so_is_refused_before_it_trains(kind, setti
             begin(resolve(TrainConfig(model=str(tmp_path), device="cpu", **settings)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "told"),
-    [
-        ("BertForPreTraining", {}, "its predictions know later tokens"),
-        ("XLNetLMHeadModel", {}, "its predictions know later tokens"),
-        ("GPTJForCausalLM", {"sequence": 65}, "--sequence is 65, and --model .* has 64 positions: index"),
-        ("MptForCausalLM", {"sequence": 65}, "--sequence is 65, and --model .* has 64 positions: "),
-        ("DiffLlamaForCausalLM", {}, ""),  # makes parameters on the CPU, also where the default is the meta device
-    ],
-)
-def test_model_whose_forward_pass_does_not_do_for_training_is_refused(kind, settings, told, tmp_path):
+def save_architecture(kind, folder):
+    """Saves an untrained model of a class of transformers, with weights so large that predictions differ much."""
     import transformers
 
-    of_class = getattr(transformers, kind)
-    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {
-        "max_position_embeddings": 64,
-        "rotary_dim": 8,
-        "intermediate_size": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "rotary_dim": 8}
+    shape |= {"max_position_embeddings": 64, "intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 0}
     if kind == "MptForCausalLM":
         shape = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 64}
     if kind == "XLNetLMHeadModel":
         shape = {"vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}
-    of_class(of_class.config_class(**shape, initializer_range=0.5)).save_pretrained(tmp_path)
-    config = resolve(TrainConfig(model=str(tmp_path), device="cpu", **settings))
+    of_class = getattr(transformers, kind)
+    of_class(of_class.config_class(**shape, initializer_range=0.5)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["BertForPreTraining", "XLNetLMHeadModel"])
+def test_model_whose_predictions_know_later_tokens_is_refused(kind, tmp_path):
+    save_architecture(kind, tmp_path)
+    config = resolve(TrainConfig(model=str(tmp_path), device="cpu"))
     refuse_if_too_large(config, torch.device("cpu"), 1)
-    with pytest.raises(InputError, match=told) if told else contextlib.nullcontext():
-        config, model = begin(config)
-        length = config.sequence
-        backward(model, np.zeros((2, length + 1), np.int64), config, torch.device("cpu"), 2 * length)
+    with pytest.raises(InputError, match="its predictions know later tokens"):
+        begin(config)
+
+
+@pytest.mark.parametrize("kind", ["GPTJForCausalLM", "MptForCausalLM"])
+def test_sequence_beyond_positions_that_no_embedding_shows_is_told_by_the_first_pass(kind, tmp_path):
+    save_architecture(kind, tmp_path)
+    config, model = begin(resolve(TrainConfig(model=str(tmp_path), device="cpu", sequence=65)))
+    windows, device = np.zeros((2, 66), np.int64), torch.device("cpu")
+    backward(model, windows[:, :-1], config, device, 128)
+    with pytest.raises(InputError, match=r"--sequence is 65, and --model .* has 64 positions: "):
+        backward(model, windows, config, device, 130)
+
+
+def test_model_that_makes_parameters_on_the_cpu_under_the_meta_device_is_measured_and_begins(tmp_path):
+    save_architecture("DiffLlamaForCausalLM", tmp_path)
+    config = resolve(TrainConfig(model=str(tmp_path), device="cpu"))
+    refuse_if_too_large(config, torch.device("cpu"), 1)
+    assert begin(config)[0].model_digest
 
 
 def test_model_of_which_text_uses_only_a_part_is_known():

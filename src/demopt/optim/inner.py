@@ -283,7 +283,7 @@ class InnerOptimizers:
         self._lent, lost = {}, set[str]()
         for settings, in_group, group in zip(self._settings, states_in_groups, whole_groups, strict=True):
             settings.state_names.update(in_group)
-            lost |= {*in_group} - {*group}  # not plain, so it came with the group, of which DCP loads known names
+            lost |= {*in_group} - {*group}  # not plain, so in the group, of which DCP loads only known names
         self._follow()
         told = f"the state lacks {', '.join(sorted(lost))} of an inner optimizer's group, which begins anew; "
         return f"{told}save one file per rank" if lost else ""

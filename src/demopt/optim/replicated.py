@@ -142,7 +142,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
         It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
-        found = self.own_state_dict()  # LocalDeMo's adds to the one below
+        found = self.own_state_dict()  # the subclass's, which adds to the one below
         rank, _ = self.replicator.rank_and_size
         if self._all_states and savers_of(found) != savers_of(self._all_states.get(rank, {"state": {}})):
             # `SavedBy` counts entries: a parameter has begun to train since, or a script has cleared the inner state.

@@ -235,7 +235,7 @@ class FolderRounds(Rounds):
         self.replicator.resume_round(tensor_of(message.body), attached)
 
     def _drop_if_sent_since(self) -> None:
-        """Drops what a state had not sent if this worker has sent it since, in a message of `sent_from` or later.
+        """Drops what a state had not sent if this worker has sent it since, in a message of round `sent_from` or later.
 
         A message in the open round is yet to count; this worker's next one is then put there under a second name.
         """

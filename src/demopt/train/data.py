@@ -464,7 +464,7 @@ class Chat(bytes):
 
 
 def parse(messages: Any) -> Chat | None:
-    """Returns the conversation; None if this is not a list of messages with `role` and `content`."""
+    """Returns the conversation; None if this is not a list of messages with `role` and `content`, or has images."""
     if not messages or not isinstance(messages, list):
         return None
     found = []
@@ -473,7 +473,7 @@ def parse(messages: Any) -> Chat | None:
             return None
         if isinstance(content := each["content"], list):  # parts, which a template for text would print as a list
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                return None  # images, for example
+                return None
             each = {**each, "content": "".join(part["text"] for part in content)}
         found.append(each)
     return Chat(json.dumps(found).encode())
