@@ -66,9 +66,11 @@ class _Entry:
 
     def _as_saved(self) -> tuple[dict[str, Any], list[str]]:
         local = {
-            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: pickle
-            for name, value in self.values.items()  # would write the whole storage of a view
+            # cloned, because pickle would write the whole storage of a view
+            name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value
+            for name, value in self.values.items()
         }
+        # A copy for `async_save` has local tensors already; which ones were sharded it was told.
         return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]
 
 
@@ -91,7 +93,7 @@ class LoadPlanner(DefaultLoadPlanner):
         in_file = metadata.state_dict_metadata if metadata is not None else {}
         # DCP reads an object per key of `self.state_dict`. `load_bytes` puts it where `self.mappings` says: in the dict
         # that `OptimizerState.load_state_dict` gets. To this rank's keys come those of the old ranks that it takes over
-        # from. A value here only marks an object to read, which replaces it: this rank's entry serves for all.
+        # from. What is read replaces the value here, so this rank's entry serves for all.
         for key, entry in list(self.state_dict.items()):
             if not (match := _KEY.fullmatch(key)):
                 continue
@@ -107,7 +109,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 if key in self.mappings:  # of a nested state
                     self.mappings[f"{prefix}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
             # DCP refuses a key that the file lacks, as when fewer ranks saved it. One that the file has stays, even if
-            # another rank takes it over: to DCP, a file with no key of this rank is one of torch 2.3.
+            # another rank takes it over: to DCP, a file that has no key of this rank would be one of torch 2.3.
             if key not in in_file:
                 del self.state_dict[key]  # from the planner's table only; the state that DCP loads keeps it
 

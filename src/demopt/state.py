@@ -45,7 +45,7 @@ _REMEDY = (
 #: in `LocalWeights.to_save`. For another number of ranks, `share_of` averages `AVERAGED`, and adds an owner's error to
 #: the rank's own.
 AVERAGED = ("momentum", "local", "start")
-OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)  # not "local_steps": ranks step together
+OF_ONE_RANK = (*AVERAGED, OWNER_ERROR, OWNER_START, SAVED_BY)  # not "local_steps": between ranks these are equal
 #: The names of our parts in LocalDeMo's state, where an entry also has the inner optimizer's parts, such as a "step".
 NAMES_IN_LOCAL = {
     **{name: f"outer_{name}" for name in RULE_STATE},
@@ -70,7 +70,7 @@ class SavedParameter:
         """Reads an entry of a state, LocalDeMo's if `of_local`, without torch's additions."""
         saved_by = SavedBy.of(entry)
         may_have_gained = saved_by is None or len(entry) > saved_by.entries
-        if may_have_gained:  # flattening adds an empty dict per name that only the loading optimizer has
+        if may_have_gained:  # torch's flattening adds an empty dict per name that only the loading optimizer has
             entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
         if not of_local:  # a script's own entries stay, too
             return SavedParameter(dict(entry), {}, of_local)
@@ -96,7 +96,7 @@ class SavedParameter:
         """Writes the other parts: those that are one rank's own."""
         entry = {self.name_in_entry(name): value for name, value in self.ours.items() if name in OF_ONE_RANK}
         for name, value in self.inner.items():
-            # "momentum", too: `entries_of` takes entries with it for DeMo's where "global" is not beside it, as here.
+            # "momentum", too: without "global", as in a rank's part, `entries_of` would take the entry for DeMo's.
             is_taken = name in (*NAMES_IN_LOCAL.values(), "momentum")
             entry[f"{_OF_INNER}{name}" if is_taken else name] = value
         return entry
@@ -179,7 +179,7 @@ def check_saved(
     found = any("global" in saved.ours if of_local else saved.ours for _, saved in numbered)
     if not found and any(parameter.requires_grad for parameter in settings_of):
         lacks = "global weights and error" if of_local else "momentum"
-        is_of_torch = of_local and not any(SAVED_BY in saved.ours for _, saved in numbered)  # DeMo's state has marks
+        is_of_torch = of_local and not any(SAVED_BY in saved.ours for _, saved in numbered)  # DeMo's has SAVED_BY
         inner = "; optimizer.inner[0].load_state_dict takes that of its inner optimizer" if is_of_torch else ""
         raise ValueError(f"the state has no {lacks} of any parameter: another optimizer saved it{inner}")
     for (parameter, settings), (number, saved) in zip(settings_of.items(), numbered, strict=True):

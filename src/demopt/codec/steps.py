@@ -159,7 +159,7 @@ def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair_2Crc: Tenso
     """Steps 6 and 7: writes U [C, r, c] to the pair's first tensor; `by_sign`: only signs, as units are positive."""
     (out, spare), bases, settings = pair_2Crc, chunk_group.inverse_bases, chunk_group.settings
     ties = by_sign and chunk_group.key.ties
-    if chunk_group.inverter is not None and ties == by_sign:
+    if chunk_group.inverter is not None and ties == by_sign:  # it gives a sign to every zero of signs, and to no other
         chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign, out)
         return
     # step 6: Q, if decoding is exact in units [C]

@@ -19,8 +19,8 @@ def trusted(agreement_2WW: Tensor) -> list[int]:
     in which they do not, each times the weight of w's coefficient, up to `FULL`; [1, w, v] is the number that both
     have. All ranks are trusted if there are fewer than three, or if the usual agreement may be chance.
 
-    There are two scores: a rank's agreement with its friend number W // 2, which no minority can lift by agreeing with
-    itself; then its sum over the ranks left, which is the harm itself: a rank cannot please two and fight the rest.
+    There are two scores: the W // 2-th best of a rank's agreements, which no minority can lift by agreeing with itself;
+    then their sum over the ranks left, which is the harm itself: a rank cannot please two and fight the rest.
     """
     table, ranks = agreement_2WW[0].tolist(), list(range(agreement_2WW.shape[1]))
     if len(ranks) < 3:

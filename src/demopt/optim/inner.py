@@ -35,8 +35,8 @@ from demopt.state import load_file
 from demopt.validation import warn
 
 Group = dict[str, Any]
-#: In a parameter's saved state: the state that the inner optimizer keeps in its group, and, with its first parameter,
-#: beside the parameters. A consolidated state has one copy of the groups, but each rank's entries of the parameters.
+#: Names in a parameter's saved state for what the inner optimizer keeps elsewhere: in the parameter's group, and, with
+#: the first parameter, in neither. So each rank's own stays in a consolidated state, which has one copy of the groups.
 IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 #: The parameters, a scheduler's note, and torch's choices.
 _NO_SETTINGS = ("params", "param_names", "initial_lr", *IMPLEMENTATIONS)

@@ -474,11 +474,11 @@ class LocalDeMo(ReplicatedOptimizer):
                     self.replicator.send()
             return
         spent, again = self.replicator.stats, True  # by rounds that have ended in this step
-        while again:  # a worker that is late again sends the content of its error at once: D, without local steps, is 0
+        while again:  # a worker that is late again sends its error at once; D is 0, because no local step came since
             with self._rounds.settled():
                 self._extract()
                 again = self._rounds.exchange_and_apply()
-            self.replicator.stats = spent = self.replicator.stats.plus(spent)
+            self.replicator.stats = spent = self.replicator.stats.plus(spent)  # `_extract` begins them anew
 
     def _end_open_round(self) -> bool:
         """Ends a round in flight or left open, even if a signal handler saves then; returns whether the run ended."""
@@ -632,10 +632,11 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.notice_loaded()
         outer, inner = self.replicator.state, self._inner.state()
         transform = torch.tensor(TRANSFORM_NUMBERS[self._settings["transform"]], device="cpu")  # the error's domain
+        # Not one that begins to train in the next round, nor a frozen one that the loaded state lacked.
         ours = {
             local: outer[weight] | self._weights.to_save(local) | {"transform": transform}
             for local, weight in self._weights.global_of.items()
-            if weight in outer  # not one that begins to train in the next round, nor a frozen one that a state lacked
+            if weight in outer
         }
         saved = {p: SavedParameter(ours.get(p, {}), inner.get(p, {})) for p in {**inner, **ours}}
         return ReadOnly(ReadOnly, {parameter: ReadOnly(None, each.entry()) for parameter, each in saved.items()})
@@ -704,16 +705,16 @@ class LocalDeMo(ReplicatedOptimizer):
         settings_of = dict.fromkeys(self._parameters(), Hyperparameters.of(self._settings))
         saved_of = check_saved(numbered, settings_of, self.replicator.rank_and_size, of_local=True)
         folder = self._rounds.read_entry(state_dict.get("folder", {}))
-        self.replicator.let_travel()  # here, where a signal ends the wait, which `forget_round` has, too
+        self.replicator.let_travel()  # here, where a signal can end the wait, rather than in `forget_round` below
         with uninterrupted():
-            # The last check. `numbered` also has frozen parameters, which `saved_of` lacks. From here on all is taken.
+            # Checks before it changes anything; all else is checked already. `numbered` has frozen parameters, too.
             lacks = self._inner.load(state_dict["param_groups"], {number: saved.inner for number, saved in numbered})
             self.replicator.forget_round()  # `_follow_changes` moves weights to other devices only between rounds
             self._follow_changes(saved_of)  # groups may have been added
             global_of = self._weights.global_of
             self.replicator.restore({global_of[local]: saved.ours for local, saved in saved_of.items()})
             ours_of = {local: saved.ours for local, saved in saved_of.items()}
-            self._weights.restore(ours_of, may_be_new=folder is None)  # a run's weights are no new model's
+            self._weights.restore(ours_of, may_be_new=folder is None)  # not those of a run
             self.mistakes.note_state(has_local_weights=any("local" in saved.ours for saved in saved_of.values()))
             self._is_trained = self._is_trained or self.local_steps > 0
             self._rounds.restore(folder)

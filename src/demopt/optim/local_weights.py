@@ -6,6 +6,7 @@ is `alpha`, b is `error_decay`.
 | a round that was | global | local | e | D is |
 |---|---|---|---|---|
 | applied | moved | global | b (e + T(D) - a sent) | in global and e |
+| applied, with local steps since it was sent or left open | moved | as before; so is start | as above | as above |
 | applied without this rank's message, in a folder | moved | global | e + T(D) | in e: a later round has it |
 | covered by a checkpoint, in a folder | the checkpoint's | global | if listed, b (e + T(D) - a sent) | in both |
 | drifted, in a folder | `resync` takes the run's | global | if listed, as applied | in the others' and e |
@@ -239,7 +240,7 @@ class LocalWeights(Follower):
         """
         has_left = before != "extracted"  # D has left the weights: local steps since are the next round's
         if current.stage == "applied":
-            if not (has_left and self.steps_since):  # with steps since, `land` or the next round moves them
+            if not (has_left and self.steps_since):
                 self.adopt()
             return
         if has_left:  # in flight when it failed
@@ -262,7 +263,7 @@ class LocalWeights(Follower):
             self.steps_since = steps
 
     def _kept_starts(self, current: Round, starts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Returns starts, by default global, for weights whose D is not in the error: the next D has it again."""
+        """Returns the starts of weights whose D is not in the error, global where `starts` has none: D comes again."""
         without = {chunked.parameter for each in current.not_extracted for chunked in each.parameters}
         starts = {**self._copies(self.global_of.values()), **starts} if without else {}
         return {local: starts[local] for local, weight in self.global_of.items() if weight in without}

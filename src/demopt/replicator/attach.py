@@ -69,7 +69,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
 
 
 def _attach_owners(state: State, earlier: Mapping[Tensor, dict[str, Any]], wiring: Wiring) -> None:
-    """Does the same for this rank's errors as an owner; those of chunks that it no longer owns go into its momentum."""
+    """Moves this rank's errors as an owner to the route's buffers; those of chunks now another's, to its momentum."""
     rank_and_size = wiring.inputs.rank, wiring.inputs.world_size
     owned = dict(wiring.route.owner_state())
     for parameter, entry in earlier.items():
@@ -86,7 +86,7 @@ def add_owner_error(entry: Mapping[str, Any], momentum: Tensor, mean_over: int) 
     """Adds an owner's error to its own momentum [chunks, N], in place, because the chunks get another owner.
 
     It is an error of the mean, so it counts once per rank: `mean_over` is the number of ranks in the mean that it goes
-    into. In a round these are the current ones, in `share_of` the old ones.
+    into. In `attach` these are the current ones, in `share_of` the old ones.
     """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
     rows = momentum[start : start + len(error)]

@@ -105,7 +105,9 @@ class Round:
 
     wiring: Wiring
     header: Header
-    data: list[Tensor] = field(default_factory=list)  # the message's bytes that the momentum holds, by chunk group
+    data: list[Tensor] = field(
+        default_factory=list
+    )  # the message's body, by chunk group: what it takes from the momentum
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     local_weights: Gradients | None = None  # `minus` of `extract`, until the follower has moved them in the next stage
@@ -200,7 +202,7 @@ class Replicator:
         """Returns the header of this rank's next message, without flags."""
         inputs, texts = wiring.inputs, [each.texts for each in wiring.settings]
         settings = digest(repr([*texts, *inputs.options.config_facts()]))  # all that ranks must share
-        settings = settings & ~OPTIMIZER | self.session.optimizer_number
+        settings = (settings & ~OPTIMIZER) | self.session.optimizer_number  # in the digest's last bits
         digests = wiring.route.layout.digest, settings
         return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
 
@@ -656,7 +658,7 @@ class Replicator:
     def mark_applied(self, detached: Round | None = None) -> None:
         """Ends the round, or a detached one, without moving weights: what was sent leaves the momentum.
 
-        Weights and number that include it come from elsewhere.
+        That is nothing if the message is not listed. Weights and number that include it come from elsewhere.
         """
         current, self.round = detached or self._current(), None
         left = "" if current.row is None else current.wiring.route.subtract_sent(current.data)

@@ -315,12 +315,12 @@ class FolderExchange(VaryingExchange):
             leaves=bool(self.leaving), stop=self.wish.is_heard, weights=fingerprint, note=note,
             before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=self.sequences.reads(),
         )  # fmt: skip
-        counts = self.sequences.in_steps, self.sequences.in_error
-        return Attached(envelope, self.decided, self.round_began, *counts)
+        steps, error = self.sequences.in_steps, self.sequences.in_error
+        return Attached(envelope, self.decided, self.round_began, from_steps=steps, from_error=error)
 
     @property
     def late_again(self) -> int:
-        """The rounds in a row that left this worker out, except the first, which its measured seconds include."""
+        """The rounds in a row that left this worker out, less one: after the first, `_needed` has its lateness."""
         return max(self.left_out - 1, 0)
 
     @property
@@ -498,7 +498,7 @@ class FolderExchange(VaryingExchange):
         return found
 
     def wait_while_away(self, read: Callable[[], T | None]) -> T:
-        """The same for an object that the run has had: its disk may be away."""
+        """As `wait_for`, for an object that the run has had: its disk may be away."""
         return self.wait_for(read, self._gone, self._patient.patience)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -570,6 +570,6 @@ def _as_json(name: str, value: Any, most: int) -> Any:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     if len(text.encode()) > most:
         raise ValueError(f"{name} takes {len(text.encode()):,} bytes as JSON; give at most {most:,}")
-    if log.is_deeper(copied := json.loads(text), log.MOST_DEPTH - 8):  # a manifest has it some levels down
-        raise ValueError(f"{name} is nested more than {log.MOST_DEPTH - 8} deep")
+    if log.is_deeper(copied := json.loads(text), log.NOTE_DEPTH):
+        raise ValueError(f"{name} is nested more than {log.NOTE_DEPTH} deep")
     return copied

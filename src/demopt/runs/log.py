@@ -28,6 +28,7 @@ FORMAT = 3
 MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
 MOST_DEPTH = 40  # nested lists and dicts
+NOTE_DEPTH = 32  # those of a note, which is some levels down in a manifest
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
 MOST_ENVELOPE = 1 << 12  # bytes of an envelope before its message
@@ -207,7 +208,7 @@ def _reading(
 ) -> Reading | None:
     """Returns who reads which sequences next. A silent member keeps what it holds.
 
-    So does a worker that stopped and is not back, until nothing else is left: its state may have work on them.
+    A worker that stopped keeps them, too, because its state may have work on them, until no others are left to read.
     """
     known = previous.reading if previous else None
     if known is None:
@@ -287,7 +288,7 @@ def message_name(number: int, worker: str) -> str:
 def read_message(name: str, data: bytes, run: str, number: int | None = None, worker: str | None = None) -> Envelope:
     """Returns a message, its body unchecked; MessageError if the rest is damaged or of another run, round or worker."""
     head, _, body = data.partition(b"\n")
-    values = json_of(name, head, MOST_DEPTH - 7)  # a manifest has the note some levels down
+    values = json_of(name, head, NOTE_DEPTH + 1)
     if values.get("reads") is not None:
         values["reads"] = reads_of(name, values["reads"])
     message = object_of(Envelope, name, {**values, "body": body})

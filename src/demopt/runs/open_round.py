@@ -88,7 +88,7 @@ class OpenRound:
     ) -> None:
         self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.mine = envelope_of(attached, message)  # once it is put, as it is in the store
-        self.put_at: float | None = None  # after the looks beside it; None: it was not put, because the round was over
+        self.put_at: float | None = None  # None: it was not put, because the round was over
         self.seen = Seen(set(), set(), False)  # at the last look
         self.seen_open_at = 0.0  # the time of the last look that found no manifest
         self.known_at = 0.0  # when the manifest was read
@@ -341,7 +341,7 @@ def as_listed(sent: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]
     """Returns the row of a worker's own message in a manifest, or None; and the message under its name there."""
     # By its bytes, because another may have its name. They may be many, so they are hashed only for names like its own.
     alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
-    # An earlier attempt, or the process before this one, may have put it under its second name; it has the first here.
+    # `sent` has the first name; an earlier attempt, or the process before this one, may have put it under the second.
     for each in (sent, renamed(sent)) if alike else ():
         if (row := alike.get(log.digest(each.packed()))) is not None:
             return row, each

@@ -50,7 +50,7 @@ _QUIET = 10.0  # seconds of catching up until the user hears of it
 _TOLD_EACH = 60.0  # and how often from then on
 
 # A worker's role in the run. "outside": its weights are its own; "observer": they are the run's, and it has sent
-# nothing; "joining": it has loaded a state, before which it may have sent something, until `join` ends; "joined"
+# nothing; "joining": it has loaded a state, and `join` has yet to find out what it has sent since; "joined"
 Role = Literal["outside", "observer", "joining", "joined"]
 
 
@@ -60,7 +60,7 @@ class SavedWorker:
 
     A worker that dies between its put and the round's manifest does not know whether its message counts; the manifest
     tells. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
-    the message cannot tell which part of itself was sent: if the message counts, all that was unsent is dropped.
+    the message cannot tell which of its steps the message has: if that counts, all that was unsent is dropped.
     """
 
     run: str
@@ -68,7 +68,7 @@ class SavedWorker:
     before: str  # digest of the manifest of the round before these weights
     message: log.Envelope | None  # whose round may be undecided
     read: list[int]  # numbers of sequences that no manifest has as read
-    sent_from: int  # the first round whose message by this worker, if there is one, the state does not know
+    sent_from: int  # the first round in which this worker may have sent something that the state does not know of
     unsent: int  # sequences in its error and local steps
     in_message: int  # those in the message
     in_error: int = 0  # those in the error, which has the message's content, too
@@ -116,7 +116,7 @@ class FolderRounds(Rounds):
     Later it is *behind* after a round that it was left out of, or whose messages are gone: `_catch_up`. It is on a
     *fork* if the store let two manifests of one round win, and the run went on from the other one: `_leave_fork`.
 
-    `moments`: see `VaryingExchange.rounds_of`.
+    `run` is the `FolderExchange`, which is the session's exchange, too. `moments`: see `VaryingExchange.rounds_of`.
     """
 
     in_folder = True
@@ -237,7 +237,7 @@ class FolderRounds(Rounds):
     def _drop_if_sent_since(self) -> None:
         """Drops what a state had not sent if this worker has sent it since, in a message of round `sent_from` or later.
 
-        A message in the open round is yet to count; this worker's next one is then put there under a second name.
+        If it has a message in the open round, this worker's next one goes beside it, under a second name.
         """
         run, sent_from = self.run, self.run.sent_from
         reads = [partial(run.manifest, number) for number in range(sent_from, self._number)]
@@ -300,7 +300,9 @@ class FolderRounds(Rounds):
 
     def set_samples(self) -> None:
         sequences = self.run.sequences
-        if sequences.weigh:  # not earlier: an unlisted message's sequences are in the next one, too
+        if (
+            sequences.weigh
+        ):  # an unlisted message's sequences are in the next one, too, so they are counted anew each time
             self.replicator.samples = min(max(1, sequences.unsent), MOST_SAMPLES)
 
     def exchange_and_apply(self) -> bool:
@@ -522,7 +524,7 @@ class FolderRounds(Rounds):
         if run.role == "outside":
             return {}
         if self._restored is not None:
-            # Local steps may have come since, also on batches that a loader had ahead.
+            # Not joined yet: the state's round and message still hold. Sequences may have come, by local steps since.
             return replace(self._restored, unsent=sequences.unsent, read=sorted(sequences.read)).entry()
         self.replicator.let_extract()
         current, before = self.replicator.round, log.digest_of(run.decided)
@@ -531,16 +533,16 @@ class FolderRounds(Rounds):
         if current is not None:  # its message may stay unlisted
             in_steps, in_error = sequences.after(current, is_listed=False)
             if current.finite and current.message is not None:
-                # What it has sent is all in the error, if it stays unlisted.
-                message, in_message = envelope_of(current.attached, current.message), in_error  # `after` has them there
+                # `after` counts the message's sequences in `in_error`, where they are if it stays unlisted.
+                message, in_message = envelope_of(current.attached, current.message), in_error
         # `read_first`, which the next message counts, goes by the manifest of these weights. Where rounds may have been
         # decided since, a later one tells what this worker holds: until then all that it has read is kept.
-        reads = sequences.read if self._may_be_behind else sequences.read_first
+        numbers = sequences.read if self._may_be_behind else sequences.read_first
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
-        if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
+        if run.role != "joining":  # which has yet to look; the message above, of this round, is in the state
             sent_from = max(sent_from, self._number if current is None else self._number + 1)
         return SavedWorker(
-            run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(reads),
+            run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(numbers),
             sent_from=sent_from, unsent=in_steps + in_error, in_message=in_message, in_error=in_error,
         ).entry()  # fmt: skip
 
