@@ -153,18 +153,19 @@ def _alternatives(console: Console, case: "Case") -> None:
     console.print(f"10,000 steps: {duration(1e4 * ours)}, with DDP {duration(1e4 * ddp)}; their losses differ.")
     if share < MUCH:
         return
-    console.print(f"Exchange is {share:.0%} of a step. It takes less with")
+    faster = []
     for (method, every), loss in LOSS_ABOVE_DDP.items():
         rarely = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=every))
         seconds = dataclasses.replace(case, plan=rarely).seconds(method, workers)
         if seconds < ours:
             flags = "--optimizer demo" if method == "DeMo" else f"--sync-every {every}"
             flags = flags if plan.method == "LocalDeMo" else f"--optimizer local {flags}"
-            console.print(f"  {flags}: {digits(seconds)} s, 10,000 steps {duration(1e4 * seconds)}; loss +{loss:.3f}")
+            faster.append(f"  {flags}: {digits(seconds)} s, 10,000 steps {duration(1e4 * seconds)}; loss +{loss:.3f}\n")
+    choices = "\n" + "".join(faster) + "or " if faster else " "
     console.print(
-        "or several GPUs per box as one worker (FSDP2). Loss above DDP's, of small models after 1,000 steps; the "
-        f"default's is +{LOSS_ABOVE_DDP['LocalDeMo', 5]:.3f}, DeMo's +{LOSS_ABOVE_DDP['DeMo', 1]:.3f} "
-        "(docs/results.md)."
+        f"Exchange is {share:.0%} of a step. It takes less with{choices}several GPUs per box as one worker (FSDP2). "
+        "Loss above DDP's, of small models after 1,000 steps; the default's is "
+        f"+{LOSS_ABOVE_DDP['LocalDeMo', 5]:.3f}, DeMo's +{LOSS_ABOVE_DDP['DeMo', 1]:.3f} (docs/results.md)."
     )
 
 

@@ -87,6 +87,7 @@ def test_much_exchange_brings_what_takes_less_with_its_loss(told):
     less, whole = "--sync-every 15: 1.65 s, 10,000 steps 4 h 35 min; loss +0.063", "11 h 54 min, with DDP 19 d"
     assert all(text in told(much) for text in ("Exchange is 92% of a step.", less, f"10,000 steps: {whole}"))
     assert "--sync-every 15" not in told(f"{much} --sync-every 15")  # it is not less
+    assert "It takes less with several GPUs per box" in told(f"{much} --sync-every 30")  # than each of the choices
     assert "Exchange is" not in told("--bandwidth 10Gbit")
 
 
