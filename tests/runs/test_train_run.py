@@ -432,6 +432,14 @@ def test_mistakes_are_told_in_one_line(machines, command, words, told, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("run", "told"), [({"run": "my run"}, "its --run is 'my run'"), ({}, "which trained without --run")]
+)
+def test_out_folder_in_place_of_a_run_is_told_with_its_run(command, run, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"optimizer": "local", **run}))
+    assert f"{tmp_path} is the --out of a worker, {told}" in command("status", tmp_path, code=2)
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (("train", "--run", "run"), "was not started by demopt train; join it with its script"),

@@ -539,8 +539,8 @@ class FolderRounds(Rounds):
         # decided since, a later one tells what this worker holds: until then all that it has read is kept.
         numbers = sequences.read if self._may_be_behind else sequences.read_first
         sent_from = run.sent_from  # its weights may be older than the messages that it has sent, as after a fork
-        if run.role != "joining":  # which has yet to look; the message above, of this round, is in the state
-            sent_from = max(sent_from, self._number if current is None else self._number + 1)
+        if run.role != "joining":  # otherwise `join` has yet to look for messages that it has sent since the state
+            sent_from = max(sent_from, self._number if current is None else self._number + 1)  # this round's is below
         return SavedWorker(
             run=run.record.identity, worker=run.worker, before=before, message=message, read=sorted(numbers),
             sent_from=sent_from, unsent=in_steps + in_error, in_message=in_message, in_error=in_error,

@@ -4,14 +4,14 @@ import json
 import shlex
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from demopt.output import is_read
-from demopt.train.config import InputError
+from demopt.train.config import CONFIG, InputError, read_file
 
 if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
@@ -161,6 +161,12 @@ def open_run(address: str, key: bytes | None, patience: float = 30.0, flags: str
     except ValueError as error:
         raise InputError(str(error)) from None
     if run is None or run.read_record() is None:  # opening an absent folder would create it
+        of_out = {}
+        with suppress(InputError):  # as it mostly has no such file
+            of_out = read_file(Path(place, CONFIG))
+        if "optimizer" in of_out:
+            its = f"its --run is {typed(str(of_out['run']))}" if of_out.get("run") else "which trained without --run"
+            raise NoRunError(f"{address} is the --out of a worker, {its}")
         what, to = (
             "is no folder here" if run is None else "holds no run",
             "to" if is_bucket else "is its disk mounted? To",
