@@ -105,6 +105,7 @@ class Holding(torch.optim.SGD):
 #: Like schedule-free optimizers; and like a wrapper that keeps its own and another optimizer's state apart.
 TwoViews = type("TwoViews", (torch.optim.SGD,), dict.fromkeys(("train", "eval"), lambda _: None))
 Bare = type("Bare", (torch.optim.SGD,), {"__init__": lambda *_: None})  # as Opacus's
+MirrorMADGRAD = type("MirrorMADGRAD", (torch.optim.SGD,), {})
 OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"mine": {}, "base": {}}})
 
 
@@ -115,11 +116,34 @@ OtherState = type("OtherState", (torch.optim.SGD,), {"state_dict": lambda _: {"m
         (TwoViews, r"inner is a TwoViews, whose train\(\) and eval\(\) switch .*schedule-free"),
         (Bare, "inner is a Bare, which wraps an optimizer without torch's constructor"),
         (OtherState, "inner is a OtherState, whose state_dict has mine, base and no state by"),
+        (MirrorMADGRAD, "inner is a MirrorMADGRAD, which keeps a second copy of the weights, which rounds do not"),
     ],
 )
 def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused(inner, told):
     with pytest.raises(TypeError, match=told):
         problems.local(inner=inner)
+
+
+class FromFirst(torch.optim.SGD):
+    """Goes on from a copy of the weights before its first step, as MADGRAD does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p]
+            if not held:
+                held.update(x0=p.clone(), s=torch.zeros_like(p))
+            held["s"].add_(p.grad, alpha=0.1)
+            p.lerp_(held["x0"] - held["s"], 0.1)
+
+
+def test_copy_of_the_weights_before_the_first_step_is_noticed():
+    optimizer = problems.local(inner=FromFirst, sync_every=5)
+    with pytest.warns(UserWarning, match=r"FromFirst keeps a second copy of the weights \(its state 'x0'\)"):
+        train(optimizer, range(2))
 
 
 @pytest.mark.parametrize("inner", [Lookahead, Holding])

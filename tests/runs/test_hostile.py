@@ -188,6 +188,20 @@ def test_round_ends_although_a_stranger_puts_more_between_any_two_looks(kind, st
     assert (first.senders, second.senders) == (["w0"], ["w0"])
 
 
+def test_round_ends_although_a_worker_that_dies_as_it_starts_says_hello_again_and_again(store):
+    worker = Worker(store, 0, late=0.3).join()
+    names, found = iter(range(200)), store.list  # a look too many is an error
+
+    def restarts(folder):
+        if folder.startswith("rounds/"):
+            log.put_hello(store, worker.rounds, worker.run.record.identity, f"again-{next(names)}", 0.0)
+        return found(folder)
+
+    store.list = restarts
+    rounds(worker)
+    assert worker.rounds == 1
+
+
 def test_round_ends_although_more_hellos_than_are_read_at_a_look_are_gone(store):
     worker = Worker(store, 0).join()
     for number in range(150):

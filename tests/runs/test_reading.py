@@ -84,6 +84,44 @@ def reads_ahead(sampler, batches):
         yield waiting.popleft()
 
 
+class Fetcher:
+    """Asks for one batch before it hands one on, to know which is the last."""
+
+    def batches(self, sampler):
+        asked = iter(sampler)
+        held = next(asked, None)
+        while held is not None:
+            following = next(asked, None)
+            yield held
+            held = following
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [("lightning.pytorch.loops.fetchers", {}), ("timm.data.loader", {}), ("a.script", {"prefetches": True})],
+)
+def test_loop_that_asks_for_one_batch_ahead_leaves_none_out_of_the_rounds(module, given, monkeypatch):
+    monkeypatch.setattr(Fetcher, "__module__", module)
+    worker, read = Worker(ObjectStore(), 0, sync_every=3), list[int]()
+    for batch in Fetcher().batches(demopt.RunSampler(worker.optimizer, 48, batch=4, **given)):
+        worker.step()
+        read += batch
+    assert sorted(read) == [*range(48)]
+    assert (worker.run.is_over, worker.optimizer.local_steps) == (True, 0)
+
+
+def test_loop_that_asks_for_one_batch_ahead_unknown_to_the_sampler_is_told():
+    worker = Worker(ObjectStore(), 0, sync_every=3)
+    batches = Fetcher().batches(demopt.RunSampler(worker.optimizer, 48, batch=4))
+    for _ in islice(batches, 11):
+        worker.step()
+    next(batches)
+    with pytest.warns(
+        UserWarning, match="came after the run's end, so no round has it: give RunSampler prefetches=True"
+    ):
+        worker.step()
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay, ahead):

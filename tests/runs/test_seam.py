@@ -12,7 +12,19 @@ import obstore
 import pytest
 import torch
 from stores import Cache
-from workers import Counter, Worker, at_first, counters, joined, replayed, rounds, steps, times_applied, waiting
+from workers import (
+    Counter,
+    Worker,
+    at_first,
+    counters,
+    joined,
+    replayed,
+    rounds,
+    steps,
+    times_applied,
+    together,
+    waiting,
+)
 
 import forked
 from demopt import FolderExchange
@@ -20,7 +32,7 @@ from demopt.errors import ExchangeError, SettingsError
 from demopt.replicator.rounds import join_results
 from demopt.runs import log
 from demopt.runs.open_round import OpenRound
-from demopt.runs.store import ObjectStore
+from demopt.runs.store import ClosedError, ObjectStore, StoreError
 from demopt.train.config import TrainConfig
 from demopt.train.runs import worker as trainers
 
@@ -374,3 +386,47 @@ def test_stats_after_a_catch_up_say_whether_the_own_round_was_skipped(store):
     replicator = slow.optimizer.replicator
     replicator.apply_missed(join_results(replicator.wiring(), []), 0)  # a round that moved nothing
     assert not slow.optimizer.stats.skipped
+
+
+@pytest.mark.parametrize("read", ["half", "closed"])
+def test_message_whose_put_has_no_answer_and_that_cannot_be_read_for_a_moment_counts_once(read, monkeypatch):
+    store, name, failed = ObjectStore(), "rounds/00000000/w0.message", []
+    worker = Worker(store, 0, sync_every=1).join()
+    worker.run.store.patience = 60.0
+    put, get = store.put_if_absent, store.get
+
+    def no_answer(key, data):
+        won = put(key, data)
+        if key == name and won:
+            raise StoreError("500, after it was done")
+        return won
+
+    def for_a_moment(key, most):
+        if key != name or failed:
+            return get(key, most)
+        failed.append(key)
+        if read == "closed":
+            raise ClosedError(f"{key} cannot be read")
+        return get(key, most)[:-9]
+
+    monkeypatch.setattr(store, "put_if_absent", no_answer)
+    monkeypatch.setattr(store, "get", for_a_moment)
+    worker.step()
+    assert (worker.senders, worker.run.row, failed, worker.said) == (["w0"], 0, [name], [])
+
+
+def test_message_that_its_worker_took_for_anothers_and_sent_again_counts_once(store):
+    first, second = (Worker(store, seed, sync_every=1) for seed in range(2))
+    placed, names = first.run._placed, []
+
+    def unreadable(name, packed):
+        names.append(name)
+        there = placed(name, packed)
+        return b"" if len(names) == 1 else there
+
+    first.run._placed = unreadable
+    together([first, second], 1)
+    assert len(names) == 2, "the message was sent under one name only"
+    assert (first.senders, first.run.row, first.run.worker) == (["w0", "w1"], 0, "w0")
+    together([first, second], 2)
+    assert (first.senders, first.digest) == (["w0", "w1"], second.digest)

@@ -42,6 +42,7 @@ IN_GROUP, BESIDE = "demopt.in_group", "demopt.in_optimizer"
 _NO_SETTINGS = ("params", "param_names", "initial_lr", *IMPLEMENTATIONS)
 _PLAIN = bool | int | float | str | None  # values of a group's state that are saved per rank
 _COUNTERS = ("step", "t")  # of an optimizer's steps, in its state or groups
+_COPYING = ("AccSGD", "MirrorMADGRAD")  # by name, too: their copies never have the bits of the weights
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
 
@@ -133,10 +134,11 @@ class InnerOptimizers:
         for settings in self._settings:
             settings.state_names.update(settings.changed())
 
-    def copy_of_weights(self) -> str:
+    def copy_of_weights(self, global_of: Mapping[Tensor, Tensor] | None = None) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
 
         Looks at each optimizer's first parameter on a CPU with a state and unequal elements: it waits for no device.
+        `global_of`: the weights at the last round, or before all steps: MADGRAD and DAdaptAdaGrad keep a copy of these.
         """
         for each in self.optimizers:
             if isinstance(each, torch.optim.ASGD):  # its average is an output, from which no step goes on
@@ -148,7 +150,10 @@ class InnerOptimizers:
             entries = [state.get(first) or {} for state in states] if first is not None else []
             for name, value in (pair for entry in entries for pair in entry.items()):
                 is_alike = type(value) is Tensor and _is_plain(value) and value.shape == first.shape
-                if is_alike and value.data_ptr() != first.data_ptr() and torch.equal(value, first):
+                if not (is_alike and value.is_floating_point()) or value.data_ptr() == first.data_ptr():
+                    continue
+                before = None if name == "p0" else (global_of or {}).get(first)  # Prodigy's only measures the way
+                if any(torch.equal(value, each.to(value)) for each in (first, before) if each is not None):
                     return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
         return ""
 
@@ -499,6 +504,8 @@ def _fault(given: Any) -> str:
     if not {"state", "param_groups"} <= (saved := given.state_dict()).keys():
         lacks = f"state_dict has {', '.join(map(str, saved))} and no state by parameter, so it could not be saved"
         return f", whose {lacks}; give the optimizer inside it"
+    if type(given).__name__ in _COPYING:
+        return f", which keeps a second copy of the weights, {NOT_MOVED}"
     if isinstance(given, torch.optim.LBFGS):
         return ", which evaluates the loss several times a step; give another optimizer"
     return ""

@@ -242,7 +242,10 @@ class Mistakes:
             self._optimizer.warn_once("communicates", f"the step of {inner.classes} {_COMMUNICATES}")
         self._steps += 1
         if self._steps <= _LOOKED_AT:
-            if copy := inner.copy_of_weights():
+            weights = self._optimizer._weights
+            # Not in the first step: some keep the weights of the step before, only to measure its length.
+            before = weights.global_of if weights.steps_since > 1 else None
+            if copy := inner.copy_of_weights(before):
                 self._optimizer.warn_once("copy", f"{copy}, {NOT_MOVED}")
             self._look_at_common()
 

@@ -162,6 +162,9 @@ def draft(
     workers that leave, and those silent for `MOST_SILENT` rounds. A refused message makes nobody a member, because it
     may be a stranger's.
     """
+    # A worker that takes its own message for another's sends it again: one of the two counts.
+    again = {second_name(worker, its_digest) for worker, (_, its_digest) in messages.items()}
+    messages = {worker: found for worker, found in messages.items() if worker not in again}
     awaited = expected(previous, hellos)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
     members: dict[str, int] = {}  # expected next, and so without those that leave
@@ -279,6 +282,11 @@ def read_hello(store: Store, number: int, run: str, worker: str) -> float | None
     if found is None or found[1] != run.encode():
         raise MessageError(f"{name} is no hello of this run")
     return float(found[2])
+
+
+def second_name(worker: str, digest_of_message: str) -> str:
+    """Returns the name under which a worker sends a message if the name of another worker is the same."""
+    return f"{worker[:50]}-{digest_of_message[:8]}"
 
 
 def message_name(number: int, worker: str) -> str:

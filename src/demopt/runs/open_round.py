@@ -115,7 +115,7 @@ class OpenRound:
             manifest = self._wait()
         if manifest.before != log.digest_of(previous):
             raise ForkedError(f"round {number + 1} follows another round {number} than this worker has applied")
-        row, sent = as_listed(self.mine, manifest)
+        row, sent = as_listed(self.mine, replace(self._attached.envelope, body=self.mine.body), manifest)
         ended: Ending = "complete"
         try:
             result = run.results_of(manifest, self._wiring, self._header, self.results)
@@ -240,6 +240,8 @@ class OpenRound:
         previous = self._attached.previous
         began = self._attached.round_began
         seconds, since = self.hellos.get(worker, (0.0, began))
+        # Later hellos prolong no wait: a worker that dies as it starts, again and again, has a new name each time.
+        since = min(since, (self.put_at or since) + self._run.late)
         claimed = previous.seconds.get(worker, 0.0) if previous else 0.0
         return max(since + min(slack * seconds, LONGEST), began + min(slack * claimed, LONGEST))
 
@@ -334,15 +336,18 @@ class OpenRound:
 
 def renamed(sent: Envelope) -> Envelope:
     """Returns a message under its worker's second name, for a worker whose first one is another's, too."""
-    return replace(sent, worker=f"{sent.worker[:50]}-{log.digest(sent.packed())[:8]}")
+    return replace(sent, worker=log.second_name(sent.worker, log.digest(sent.packed())))
 
 
-def as_listed(sent: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]:
-    """Returns the row of a worker's own message in a manifest, or None; and the message under its name there."""
+def as_listed(sent: Envelope, first: Envelope, manifest: Manifest) -> tuple[int | None, Envelope]:
+    """Returns the row of a worker's own message in a manifest, or None; and the message under its name there.
+
+    `first`: the message under the name that it had first. Under that, too, an earlier attempt may have put it, or the
+    process before this one; either may have gone on to the second name.
+    """
     # By its bytes, because another may have its name. They may be many, so they are hashed only for names like its own.
-    alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(sent.worker[:50])}
-    # `sent` has the first name; an earlier attempt, or the process before this one, may have put it under the second.
-    for each in (sent, renamed(sent)) if alike else ():
+    alike = {each.digest: row for row, each in enumerate(manifest.senders) if each.worker.startswith(first.worker[:50])}
+    for each in (sent, renamed(sent), first, renamed(first)) if alike else ():
         if (row := alike.get(log.digest(each.packed()))) is not None:
             return row, each
     return None, sent

@@ -9,6 +9,9 @@ from demopt.runs.exchange import FolderExchange
 from demopt.runs.reading import MOST_NUMBER, sequence_at
 from demopt.validation import check_count, warn
 
+#: Modules of loaders that ask for a batch before the step on the one before.
+_READING_AHEAD = ("accelerate.data_loader", "lightning.pytorch.loops.fetchers", "timm.data.loader")
+
 
 class RunSampler:
     """Batches of indices for a torch DataLoader (`batch_sampler`): those that the run's manifests hand to this worker.
@@ -23,10 +26,12 @@ class RunSampler:
         batch: indices per optimizer step, fewer in the run's last ones; workers may differ. Split it to accumulate.
         epochs: how often everything is read, each time in another order.
         seed: of the orders.
+        prefetches: whether the loop asks for a batch before the step on the one before. Default: only if it does so by
+            a DataLoader with `num_workers`, Accelerate, Lightning or timm's PrefetchLoader.
 
-    Where a DataLoader with `num_workers`, or Accelerate, reads ahead, a batch counts as read once a `step` has trained
-    on it, and the last one runs the rounds until all is read. If the loop skips the step of its first or last batches,
-    or a lost worker's sequences come then, the run is not over: iterate again, until `run.is_over`.
+    If it prefetches, a batch counts as read once a `step` has trained on it, and the last one runs the rounds until all
+    is read. If the loop skips the step of its first or last batches, or a lost worker's sequences come then, the run is
+    not over: iterate again, until `run.is_over`.
 
     Raises:
         TypeError: the optimizer is in no run.
@@ -50,15 +55,25 @@ class RunSampler:
         20
     """
 
-    def __init__(self, optimizer: Any, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        sequences: int,
+        *,
+        batch: int,
+        epochs: int = 1,
+        seed: int = 0,
+        prefetches: bool | None = None,
+    ) -> None:
         run = optimizer.replicator.session.process_group if hasattr(optimizer, "replicator") else None
         if not isinstance(run, FolderExchange):
             raise TypeError("RunSampler asks a run in a folder: LocalDeMo(process_group=demopt.FolderExchange(...))")
-        self.optimizer, self.run = optimizer, run
+        self.optimizer, self.run, self.prefetches = optimizer, run, prefetches
         self.seed = check_count("seed", seed, low=-(1 << 63))
         self.sequences = check_count("sequences", sequences)
         self.batch = check_count("batch", batch)
         self._is_hooked = False  # see `_end`
+        self._pending = 0  # batches without a step so far
         self.run.sequences.total = self.sequences * check_count("epochs", epochs)
         self.run.sequences.weigh = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
 
@@ -70,11 +85,16 @@ class RunSampler:
         sequences.ahead.clear()  # of a loop that was left: nothing trains on them
         sequences.is_ending = False
         optimizer.join()
-        reads_ahead, given, most = _reads_ahead(), 0, 0  # batches; `most`: those asked for before the first step
+        if not self._is_hooked:
+            optimizer.register_step_post_hook(self._end)
+            self._is_hooked = True
+        reads_ahead = _reads_ahead() if self.prefetches is None else self.prefetches
+        self._pending = given = most = 0  # batches; `most`: those asked for before the first step
         while not (run.is_over or run.leaving):
             if numbers := sequences.take(self.batch, ahead=reads_ahead):
                 if not reads_ahead:
                     sequences.in_steps += len(numbers)
+                self._pending += 1
                 yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
                 given += 1
                 most = given if len(sequences.ahead) == given else most
@@ -84,9 +104,6 @@ class RunSampler:
                     optimizer.join()
             elif sequences.ahead and sequences.are_all_held:  # the loader must first train on them
                 sequences.is_ending = True
-                if not self._is_hooked:
-                    optimizer.register_step_post_hook(self._end)
-                    self._is_hooked = True
                 return
             else:
                 sequences.wanted = min(of_rounds + sum(map(len, sequences.ahead)), MOST_NUMBER)
@@ -101,6 +118,9 @@ class RunSampler:
     def _end(self, *_: Any) -> None:
         """After a step: if a loader has read ahead to the end, and this was its last batch, ends the run."""
         sequences = self.run.sequences
+        is_of_batch, self._pending = self._pending > 0, max(0, self._pending - 1)
+        if is_of_batch and self.run.is_over and sequences.are_all_read and self.optimizer.local_steps:
+            warn("this step came after the run's end, so no round has it: give RunSampler prefetches=True")
         if not sequences.is_ending or sequences.ahead:
             return
         while not (self.run.is_over or self.run.leaving or sequences.left):
@@ -120,6 +140,7 @@ def _reads_ahead() -> bool:
     """
     callers = (type(frame.f_locals.get("self")) for frame, _ in walk_stack(sys._getframe()))
     return any(
-        each.__name__.endswith("MultiProcessingDataLoaderIter") or each.__module__ == "accelerate.data_loader"
+        each.__name__.endswith("MultiProcessingDataLoaderIter")
+        or each.__module__.replace("pytorch_lightning", "lightning.pytorch") in _READING_AHEAD
         for each in callers
     )
