@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+import time
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
@@ -153,6 +154,26 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
             future.result()
     assert len(futures) == 3
     assert read == Counter(dict.fromkeys(range(101), 2))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_sequences_of_a_live_worker_whose_name_something_else_has_in_a_round_count_once(delay, is_late):
+    store, read, names, both = ObjectStore(), Counter[int](), Counter[str](), threading.Barrier(2)
+    store.put_if_absent(log.message_name(5, "w0"), b"another object")
+
+    def work(number: int) -> None:
+        worker = Worker(store, number, late=0.5 if is_late else 3.0, delay=delay).join()
+        both.wait(200.0)
+        for batch in demopt.RunSampler(worker.optimizer, 101, batch=2):
+            worker.step()
+            read.update(batch)
+            names[worker.run.worker] += 1
+            time.sleep(2.2 if worker.rounds == 5 and number and not is_late else 0.0)  # until `put` has read it again
+
+    with ThreadPoolExecutor(2) as pool:
+        [*pool.map(work, range(2))]
+    assert read == Counter(dict.fromkeys(range(101), 1))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads, as newer Python says

@@ -118,6 +118,36 @@ def test_message_that_a_state_does_not_know_counts_once_if_an_error_ends_the_fir
     assert set(counts) == {1.0}, counts
 
 
+def test_message_that_a_state_does_not_know_counts_once_under_its_second_name():
+    bare = ObjectStore()
+    other, dies = Counter(bare, 0), Counter(bare, 1)
+    steps(other, dies, dies, dies)
+    state, kept = dies.state(), dies.taken
+    bare.put_if_absent(log.message_name(int(dies.optimizer.replicator.round_number), "w1"), b"another object")
+    dies.step()
+    assert dies.run.worker.startswith("w1-")
+    steps(other, other)
+    again = Counter(bare, 1, 0, state, dies.taken).join()
+    assert again.run.sequences.unsent == 0
+    steps(again, again, again)
+    _, counts = times_applied(bare, [other, again])
+    assert set(counts[:kept]) == {1.0}, counts
+
+
+def test_message_of_another_worker_whose_name_is_like_a_second_one_drops_nothing():
+    bare = ObjectStore()
+    other, worker = Counter(bare, 0), Counter(bare, 1)
+    other.run.worker = "w1-12345678"
+    steps(other, worker, worker, worker)
+    state, kept = worker.state(), worker.taken
+    steps(other, other, other)
+    again = Counter(bare, 1, 0, state, worker.taken).join()
+    assert again.run.sequences.unsent == 1
+    steps(again, again, again)
+    _, counts = times_applied(bare, [other, again])
+    assert set(counts[:kept]) == {1.0}, counts
+
+
 def test_steps_after_a_join_that_an_error_has_ended_are_not_dropped_with_those_before_it():
     bare = ObjectStore()
     other, dies = Counter(bare, 0), Counter(bare, 1)
@@ -432,7 +462,12 @@ BEGUN = "has rounds of a run whose object run is gone"
 @pytest.mark.parametrize(
     ("gone", "running", "joining", "observing", "replaying", "status"),
     [
-        (["rounds/00000003/manifest"], "is its disk mounted", *["rounds/00000003/manifest is gone"] * 3, 3),
+        (
+            ["rounds/00000003/manifest"],
+            "3/manifest of the run is gone from .*is its disk mounted",
+            *["rounds/00000003/manifest is gone"] * 3,
+            3,
+        ),
         (["rounds/00000002/manifest"], None, None, None, "rounds/00000002/manifest is gone", 4),
         (["rounds/00000002/manifest", STATES[1]], None, *["rounds/00000002/manifest is gone"] * 3, 2),
         (["run"], None, BEGUN, BEGUN, BEGUN, 4),

@@ -430,3 +430,20 @@ def test_message_that_its_worker_took_for_anothers_and_sent_again_counts_once(st
     assert (first.senders, first.run.row, first.run.worker) == (["w0", "w1"], 0, "w0")
     together([first, second], 2)
     assert (first.senders, first.digest) == (["w0", "w1"], second.digest)
+
+
+def test_first_weights_that_a_busy_server_has_not_taken_are_put_again(store):
+    put, taken = store.put_if_absent, []
+
+    def put_if_absent(name, data):
+        if name.startswith("start/") and not name.endswith(".race") and not taken:
+            taken.append(name)
+            return False
+        return put(name, data)
+
+    store.put_if_absent = put_if_absent
+    first = Worker(store, 0)
+    first.run.store.patience = 60.0
+    first.join()
+    assert store.list("start") == {taken[0].partition("/")[2]}
+    assert Worker(store, 1).join().digest == first.digest

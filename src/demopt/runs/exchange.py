@@ -122,7 +122,6 @@ class FolderExchange(VaryingExchange):
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         self.unrepeated: Store = store if key is None else Keyed(store, key)  # the same, where a request may fail
         self._away = "" if "://" in store.address else "; is its disk mounted?"  # what may be wrong where a run is gone
-        self._gone = f"the run is gone from {store.address}{self._away}"
         # Set by the trainer:
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self.asked_to_stop: Callable[[], bool] = lambda: False  # by the user: ends waits for objects, and catching up
@@ -252,12 +251,13 @@ class FolderExchange(VaryingExchange):
             mine = os.urandom(8).hex()
             wanted = Record(mine, __version__, facts, [*map(list, config_facts)], groups, **self._new_run)
             log.check_races(self.store, wanted, self.together)
-            self.store.put_if_absent(log.checkpoint_name(wanted, 0), first())
+            start = log.checkpoint_name(wanted, 0)
+            self.wait_for(partial(self._placed, start, first()), f"{start} can be neither written nor read")
             log.put_record(self.store, wanted)
             record = self.wait_while_away(partial(log.read_record, self.store))
             if record.identity != mine:  # another worker was first
                 with suppress(ExchangeError):  # without the right to delete, it stays
-                    self.store.delete([log.checkpoint_name(wanted, 0)])
+                    self.store.delete([start])
         if of_run is not None and record.identity not in (mine, of_run):
             raise SettingsError(f"the state is of another run than {self.store.address} holds")
         log.check_facts(record, facts, self.store.address, self.worker)
@@ -431,8 +431,10 @@ class FolderExchange(VaryingExchange):
     def note_outcome(self, outcome: FolderOutcome) -> None:
         """Notes the end of a round for which this worker sent a message."""
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
-        self.worker = outcome.envelope.worker
         self.left_out = self.left_out + 1 if outcome.was_left_out else 0
+        # Its name may be taken in one round only. Under a name that no manifest has, nobody knows what it has read.
+        if outcome.row is not None or self.left_out > 1:
+            self.worker = outcome.envelope.worker
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if outcome.ended == "complete":
@@ -507,9 +509,9 @@ class FolderExchange(VaryingExchange):
             time.sleep(min(POLL[1], POLL[0] + away / 10))
         return found
 
-    def wait_while_away(self, read: Callable[[], T | None]) -> T:
+    def wait_while_away(self, read: Callable[[], T | None], what: str = "the run") -> T:
         """As `wait_for`, for an object that the run has had: its disk may be away."""
-        return self.wait_for(read, self._gone, self._patient.patience)
+        return self.wait_for(read, f"{what} is gone from {self.store.address}{self._away}", self._patient.patience)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes requests side by side. RuntimeError in a forked process, which has none of the threads for them."""

@@ -220,6 +220,7 @@ def _reading(
         known = Reading(author.reads.total)
     if len(json.dumps(asdict(known))) > MOST_JSON // 2:  # a stranger's: this manifest would be too long to read
         known = Reading(known.total, known.unread)  # what was handed out counts as read
+    known = replace(known, held={_name_in(messages, worker): spans for worker, spans in known.held.items()})
     said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
     wanted = {worker: count(known.held.get(worker, ())) for worker in members}
     wanted |= {worker: said[worker].wanted for worker in wanted if worker in said}
@@ -227,6 +228,13 @@ def _reading(
         away = known.held.keys() - previous.members.keys() - messages.keys()
         wanted |= {worker: count(known.held[worker]) for worker in away}
     return known.after({worker: reads.read for worker, reads in said.items()}, wanted)
+
+
+def _name_in(messages: Mapping[str, Envelope], worker: str) -> str:
+    """Returns the name that a worker's message has: its second one where something else has the first."""
+    if worker in messages:
+        return worker
+    return next((name for name, sent in messages.items() if has_second_name(sent, worker)), worker)
 
 
 # Reading and writing
@@ -287,6 +295,12 @@ def read_hello(store: Store, number: int, run: str, worker: str) -> float | None
 def second_name(worker: str, digest_of_message: str) -> str:
     """Returns the name under which a worker sends a message if the name of another worker is the same."""
     return f"{worker[:50]}-{digest_of_message[:8]}"
+
+
+def has_second_name(sent: Envelope, worker: str) -> bool:
+    """Whether a message is that of `worker` under its second name: the digest of the one under the first proves it."""
+    is_alike = sent.worker.startswith(second_name(worker, ""))  # otherwise nothing is hashed
+    return is_alike and sent.worker == second_name(worker, digest(replace(sent, worker=worker).packed()))
 
 
 def message_name(number: int, worker: str) -> str:

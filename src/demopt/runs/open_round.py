@@ -169,7 +169,8 @@ class OpenRound:
         if previous is None:
             run.require_run()
             return
-        if run.wait_while_away(partial(run.manifest, previous.round)).digest != previous.digest:
+        read, name = partial(run.manifest, previous.round), log.manifest_name(previous.round)
+        if run.wait_while_away(read, f"{name} of the run").digest != previous.digest:
             raise ForkedError(
                 f"round {previous.round + 1} is another one in {run.store.address} than this worker has applied"
             )

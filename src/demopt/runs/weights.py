@@ -241,15 +241,29 @@ class FolderRounds(Rounds):
         """
         run, sent_from = self.run, self.run.sent_from
         reads = [partial(run.manifest, number) for number in range(sent_from, self._number)]
-        in_manifests = {each.worker for manifest in run.together(reads) if manifest for each in manifest.senders}
+        sent = {(each.round, sender.worker) for each in run.together(reads) if each for sender in each.senders}
         # A wish to stop may have ended the catch-up at a round whose message this worker knows.
-        in_open_round = log.look(run.store, self._number).messages if self._number >= sent_from else set()
-        if run.worker in in_manifests | in_open_round:
+        if self._number >= sent_from:
+            sent |= {(self._number, worker) for worker in log.look(run.store, self._number).messages}
+        if any(self._is_own(*each) for each in sent):
             run.say(
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
             )
             self._drop_unsent()
             run.sent_from = self._number + 1  # so that an error in the join below does not get later steps dropped
+
+    def _is_own(self, number: int, worker: str) -> bool:
+        """Whether the message of round `number` under a name is this worker's, maybe under its second name."""
+        run = self.run
+        if worker == run.worker or not worker.startswith(log.second_name(run.worker, "")):
+            return worker == run.worker
+        name, most = log.message_name(number, worker), self.replicator.wiring().route.widths[0] + log.MOST_ENVELOPE
+        parse = partial(log.read_message, name, run=run.record.identity, number=number, worker=worker)
+        try:
+            sent = log.read(run.store, name, most, parse)
+        except MessageError:  # it may be a stranger's
+            return False
+        return sent is not None and log.has_second_name(sent, run.worker)
 
     @uninterrupted()
     def _drop_unsent(self) -> None:
