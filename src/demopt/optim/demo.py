@@ -240,11 +240,8 @@ class DeMo(ReplicatedOptimizer):
             replicator.groups = self.param_groups
         replicator.wiring()  # a parameter may begin to train only now
         trained = [parameter for parameter in replicator.parameters if parameter.requires_grad]
-        are_views = all(
-            self.state.get(parameter, {}).get(name) is value
-            for parameter in trained
-            for name, value in replicator.in_buffers[parameter].items()
-        )
+        entries = [(self.state.get(parameter, {}), replicator.in_buffers[parameter]) for parameter in trained]
+        are_views = all(entry.get(name) is value for entry, held in entries for name, value in held.items())
         if self.state is not replicator.state or not are_views:
             for number, parameter in enumerate(replicator.parameters):
                 entry, held = self.state.get(parameter, {}), replicator.in_buffers.get(parameter, {})

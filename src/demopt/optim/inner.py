@@ -217,7 +217,7 @@ class InnerOptimizers:
     def move(self) -> None:
         """Moves state along with parameters moved since the last call, as by model.to(device) after construction."""
         before, self._places = self._places, {p: p.device for group in self.groups for p in group["params"]}
-        if all(before.get(parameter, place) == place for parameter, place in self._places.items()):
+        if before == self._places:
             return
         for each in self.optimizers:
             for group in each.param_groups:

@@ -531,12 +531,13 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.parameters = self._parameters()
         self._weights.create(saved)
         self._inner.move()
-        if self.replicator.round is None:
+        is_in_flight = self.replicator.round is not None
+        if not is_in_flight:
             self._weights.move()
         begins = len(self._weights.global_of) != len(self.replicator.parameters)  # also where an error came in between
         if begins or len(self._inner.groups) != len(self.replicator.groups):
             self.replicator.groups[:] = self._replicated_groups()
-        return begins or bool(self._weights.unlike)
+        return begins or (is_in_flight and bool(self._weights.unlike))
 
     def _parameters(self) -> list[Tensor]:
         """Returns the inner optimizers' parameters as they are now, checked."""

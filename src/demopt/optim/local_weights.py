@@ -39,6 +39,7 @@ from demopt.replicator.rounds import Follower, Stage
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 
+Marks = list[tuple[Tensor, int, int]]  # of each local weight: how often it was written, and where it is in memory
 _ENOUGH = 256  # elements, enough to tell weights apart
 TO_REPLACE = (
     "To replace the weights of all ranks during training (not in a folder), load them into the model on every rank, "
@@ -58,11 +59,11 @@ class LocalWeights(Follower):
         self.sync_every = 1  # H; here, because a wrapper of Lightning would keep its own
         self.steps_since = 0  # local steps in D: those since D last left the local weights
         #: Local weights as this optimizer left them: a mark of each, and the beginning of `_one` if that is here.
-        self._left: tuple[dict[Tensor, tuple[int, int]], Tensor | None] | None = None
+        self._left: tuple[Marks, Tensor | None] | None = None
         self._one: Tensor | None = None  # the weight by which they are told from others
         self.untouched = True  # no step was taken, and no state loaded: the weights are those of the model
         self._is_shown = False  # inside `shared`
-        self._shown: dict[Tensor, tuple[int, int]] = {}  # marks of the global weights there
+        self._shown: Marks = []  # marks of the global weights there
         self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shared`
         self.create()
 
@@ -188,19 +189,18 @@ class LocalWeights(Follower):
         return not _beginning(self._one).to(kept).allclose(kept, rtol=0.0, atol=0.0, equal_nan=True)
 
     @property
-    def _marks(self) -> dict[Tensor, tuple[int, int]]:
-        """How often each local weight was written, and where it is in memory."""
-        return {local: (local._version, _place(local)) for local in self.global_of if not local.is_inference()}
+    def _marks(self) -> Marks:
+        return [(local, local._version, _place(local)) for local in self.global_of if not local.is_inference()]
 
-    def _are_written(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
+    def _are_written(self, marks: Marks) -> bool:
         """Whether all local weights were written since, as loading does."""
-        return all(local._version != version for local, (version, _) in marks.items())
+        return all(local._version != version for local, version, _ in marks)
 
-    def _are_moved(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
+    def _are_moved(self, marks: Marks) -> bool:
         """Whether some have other memory since, as after `torch.nn.utils.prune.remove`, or model.to(device)."""
-        return any(_place(local) != place for local, (_, place) in marks.items())
+        return any(_place(local) != place for local, _, place in marks)
 
-    def _are_changed(self, marks: Mapping[Tensor, tuple[int, int]]) -> bool:
+    def _are_changed(self, marks: Marks) -> bool:
         """Whether all were written since, or some moved, and they are not the global ones.
 
         If some moved, as by model.bfloat16(), differences by rounding do not count.
@@ -401,7 +401,7 @@ class LocalWeights(Follower):
 
 
 def _place(weight: Tensor) -> int:
-    return to_local(weight.detach()).data_ptr()
+    return to_local(weight).data_ptr()
 
 
 def _beginning(weight: Tensor) -> Tensor:
