@@ -314,9 +314,8 @@ class FolderRounds(Rounds):
 
     def set_samples(self) -> None:
         sequences = self.run.sequences
-        if (
-            sequences.weigh
-        ):  # an unlisted message's sequences are in the next one, too, so they are counted anew each time
+        if sequences.weigh:
+            # Counted anew each time: an unlisted message's sequences are in the next one, too.
             self.replicator.samples = min(max(1, sequences.unsent), MOST_SAMPLES)
 
     def exchange_and_apply(self) -> bool:
