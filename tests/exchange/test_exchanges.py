@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -545,3 +546,26 @@ def test_rank_that_comes_to_a_call_while_another_asks_where_it_is_has_come(monke
     monkeypatch.setattr(liveness, "_ASK_SECONDS", 0.0)
     early._answers = comes
     early.await_all([0, 1], "join", 60.0)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@ranks.each(2)
+def test_rank_interrupted_in_a_call_has_not_come_to_it(rank, goes_on, monkeypatch):
+    """Otherwise the other rank would begin the call's collectives alone, and gloo would end a process."""
+    monkeypatch.setattr(liveness, "_ASK_SECONDS", 0.1)
+    exchange, store = Collective(), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(liveness.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                exchange.await_all("save")
+        store.set("interrupted", "")
+    else:
+        store.wait(["interrupted"], LONG)
+    if not goes_on:  # it calls again
+        exchange.await_all("save")
+        exchange.await_all("save")
+    elif rank == 0:
+        with pytest.raises(ExchangeError, match=r"rank 1 .* went on without"):
+            exchange.await_all("save")
+    exchange.all_gather(torch.zeros(3, dtype=torch.uint8))

@@ -904,3 +904,14 @@ def test_weights_loaded_after_an_own_fresh_state_as_accelerate_loads_one_are_the
     for parameter in problems.all_parameters(again):
         parameter.data.add_(1.0)
     assert again.fingerprint() == optimizer.fingerprint()
+
+
+def test_fingerprint_of_state_is_the_same_before_and_after_a_save_notices_frozen_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = LocalDeMo(problems.SGD(model.parameters()), sync_every=1, outer_momentum=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    model[0].requires_grad_(False)
+    before = optimizer.fingerprint(state=True)
+    optimizer.state_dict()
+    assert optimizer.fingerprint(state=True) == before

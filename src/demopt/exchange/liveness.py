@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from demopt.errors import ExchangeError, first_line
 from demopt.exchange.background import in_thread
+from demopt.interrupts import uninterrupted
 
 ANSWER_SECONDS = 10.0  # time for an answer: a busy machine is slow, but not dead
 _POLL_SECONDS = 1.0  # between two polls of the store
@@ -77,12 +78,24 @@ class Liveness:
         process when collectives differ; here it is an ExchangeError. The call itself finds a rank that does not answer.
         """
         self._ensure_thread(ranks)
+        place = f"demopt/await/{_key_of(ranks)}{group}/{call}"
+        came = self._came[place]
         try:
-            store, place = self._store(), f"demopt/await/{_key_of(ranks)}{group}/{call}"
-            come = store.add(place, 1)
-        except Exception:  # no store: the exchange itself fails
-            return
-        self._came[place] += 1
+            with uninterrupted():  # so that the store and this rank count the same calls
+                try:
+                    store = self._store()
+                    come = store.add(place, 1)
+                except Exception:  # no store: the exchange itself fails
+                    return
+                self._came[place] += 1
+            self._wait(ranks, call, seconds, store, place, come)
+        except BaseException:  # refused, or interrupted, as by Ctrl-C: for the others this rank has not come
+            if self._came[place] > came:
+                self._withdraw(ranks, store, place)
+            raise
+
+    def _wait(self, ranks: Sequence[int], call: str, seconds: float, store: Any, place: str, come: int) -> None:
+        """Waits until the store counts as many calls of each rank as this one has made."""
         started = asked = time.monotonic()
         while come < self._came[place] * len(ranks):
             if time.monotonic() > asked + _ASK_SECONDS:
@@ -93,11 +106,17 @@ class Liveness:
                 if len(answers) < len(ranks) or come >= self._came[place] * len(ranks):
                     return
                 if elsewhere or asked > started + seconds:
-                    self._came[place] -= 1
-                    store.add(place, -1)
                     raise ExchangeError(self._refusal(ranks, call, elsewhere))
             time.sleep(0.02)
             come = store.add(place, 0)
+
+    @uninterrupted()
+    def _withdraw(self, ranks: Sequence[int], store: Any, place: str) -> None:
+        """Takes back that this rank has come, unless all have: then the others have gone on."""
+        if store.add(place, -1) + 1 < self._came[place] * len(ranks):
+            self._came[place] -= 1
+        else:
+            store.add(place, 1)
 
     def _refusal(self, ranks: Sequence[int], call: str, elsewhere: Sequence[int]) -> str:
         """Returns the verdict that not all ranks came to a call, and leaves it for the others."""

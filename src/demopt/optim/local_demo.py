@@ -331,6 +331,8 @@ class LocalDeMo(ReplicatedOptimizer):
         `state`: also of the number of rounds and of the outer momentum.
         """
         self._weights.notice_loaded()
+        if state and not self.replicator.is_open:  # a parameter that was frozen since has no outer momentum in it
+            self._follow_changes()
         return self.replicator.fingerprint(state)
 
     @unrecorded
