@@ -146,6 +146,20 @@ def test_copy_of_the_weights_before_the_first_step_is_noticed():
         train(optimizer, range(2))
 
 
+def test_moment_that_is_zero_as_the_first_weights_were_is_no_copy_of_them():
+    class Later(torch.optim.SGD):  # has a second moment from a later step on, as Sophia its Hessian
+        def step(self, closure=None):
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["hessian"] = torch.zeros_like(parameter)
+
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = LocalDeMo(Later([parameter], lr=0.1), sync_every=5)
+    for _ in range(3):
+        parameter.grad = torch.arange(4.0)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("inner", [Lookahead, Holding])
 def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_and_outputs_are_none(inner):
     optimizer = problems.local(inner=inner, sync_every=5)

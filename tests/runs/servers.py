@@ -172,7 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
                 done = self._do(server.objects, key, query, body)
         status, text = done if answer is None else (abs(answer[0]), answer[1].encode())
         self.send_response(status)
-        self.send_header("ETag", f'"{hashlib.md5(text).hexdigest()}"')
+        is_page = text.startswith(b"<!DOCTYPE html>")  # as frameworks for web pages send it, also after a PUT
+        self.send_header("ETag", f'{"W/" * is_page}"{hashlib.md5(text).hexdigest()}"')
+        if is_page:
+            self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Last-Modified", email.utils.formatdate(usegmt=True))
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

@@ -187,6 +187,27 @@ def test_header_that_a_server_leaves_out_is_told_at_once(header, monkeypatch):
         check("a header", put if header == "ETag" else get, f"{header} Header missing")
 
 
+def test_page_of_a_network_that_wants_a_login_is_no_object_and_puts_nothing(monkeypatch):
+    page, asked = "<!DOCTYPE html><p>Welcome", []
+
+    def rule(method, key):
+        asked.append((method, key))
+        return (200, page) if asked.count((method, key)) <= 3 else None
+
+    with small_s3(monkeypatch, rule) as objects:
+        monkeypatch.setattr(store_module, "_TOLD_AFTER", 0.0)
+        told_by, store = [], open_store("s3://bucket/run")
+        objects["run/run"] = b"x"
+        with pytest.raises(DeniedError, match="a web page came instead of the store's answer"):
+            Patient(store, 60.0, told_by.append).get("run", 9)
+        patient = Patient(store, 60.0, told_by.append)
+        patient._answered |= {"get", "put"}
+        assert patient.get("run", 9) == b"x"
+        assert patient.put_if_absent("a", b"y") or objects["run/a"] == b"y"
+        assert objects["run/a"] == b"y"
+        assert any("web page" in text for text in told_by)
+
+
 def test_body_that_a_connection_cuts_is_named(monkeypatch):
     send = servers._Handler.send_header
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, islice
 from unittest.mock import Mock
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from test_protocol import ACTIONS, MOST, InTurns, actions_of, schedule
-from workers import Worker
+from workers import Counter as Counting
+from workers import Worker, joined
 
 import demopt
 from demopt.errors import ExchangeError, SettingsError
@@ -123,6 +125,20 @@ def test_loop_that_asks_for_one_batch_ahead_unknown_to_the_sampler_is_told():
         worker.step()
 
 
+def test_worker_that_prefetches_is_not_told_to_prefetch_when_others_have_read_its_batches(recwarn):
+    first, lost = joined(ObjectStore(), sync_every=3)
+    batches = demopt.RunSampler(lost.optimizer, 48, batch=2, prefetches=True)
+    ahead = iter(batches)
+    next(ahead), next(ahead)
+    for _ in demopt.RunSampler(first.optimizer, 48, batch=2):
+        first.step()
+    lost.step()
+    lost.optimizer.finish_round()
+    assert lost.run.is_over
+    lost.step()
+    assert not [each for each in recwarn if "prefetches" in str(each.message)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay, ahead):
@@ -174,6 +190,55 @@ def test_sequences_of_a_live_worker_whose_name_something_else_has_in_a_round_cou
     with ThreadPoolExecutor(2) as pool:
         [*pool.map(work, range(2))]
     assert read == Counter(dict.fromkeys(range(101), 1))
+
+
+def test_sequences_of_a_worker_late_once_before_its_name_is_taken_in_one_round_count_once():
+    bare, read = ObjectStore(), list[int]()
+    other, worker = Counting(bare, 0), Counting(bare, 1)
+    for each in (other, worker):
+        each.run.sequences.total, each.run.sequences.wanted = 60, 4
+
+    def step(each):
+        numbers = each.run.sequences.take(1)
+        each.run.sequences.in_steps += len(numbers) - 1  # as `Counter` counts one
+        if each is worker:
+            read.extend(numbers)
+        each.step()
+
+    for _ in range(8):
+        step(worker)
+    number, put = int(worker.optimizer.replicator.round_number), worker.run.put
+
+    def late(mine):
+        while mine.round in (number, number + 1) and worker.run.manifest(mine.round) is None:
+            step(other)
+        return put(mine)
+
+    worker.run.put = late
+    bare.put_if_absent(log.message_name(number + 1, "w1"), b"another object")
+    for _ in range(16):
+        step(worker)
+    assert sorted(set(read)) == sorted(read)
+
+
+def test_reads_of_a_worker_that_restarts_in_a_round_in_which_something_else_has_its_name_are_counted():
+    previous = log.Manifest(
+        "a run", 4, "w0", [], {}, {"w0": 0, "w1": 0}, {}, "", reading=Reading(100, 8, {"w0": [(0, 4)], "w1": [(4, 8)]})
+    )
+
+    def sent(worker, read, note=None):
+        return log.Envelope(
+            "a run", 5, worker, 1, False, False, None, note, previous.digest, 0.0, b"", Reads(read, 4, 100)
+        )
+
+    def renamed(message):
+        return replace(message, worker=log.second_name("w1", log.digest(message.packed())))
+
+    mine = sent("w0", 4)
+    for note in range(6):  # which decides the order of the two second names
+        both = renamed(sent("w1", 4, note)), renamed(sent("w1", 0, note))
+        messages = {each.worker: (each, log.digest(each.packed())) for each in (mine, *both)}
+        assert log.draft(mine, previous, messages, {"w1": "another"}, {}).reading.position == 8
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads, as newer Python says

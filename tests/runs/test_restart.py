@@ -118,31 +118,46 @@ def test_message_that_a_state_does_not_know_counts_once_if_an_error_ends_the_fir
     assert set(counts) == {1.0}, counts
 
 
-def test_message_that_a_state_does_not_know_counts_once_under_its_second_name():
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_message_that_a_state_does_not_know_counts_once_under_its_second_name(is_gone):
     bare = ObjectStore()
     other, dies = Counter(bare, 0), Counter(bare, 1)
     steps(other, dies, dies, dies)
-    state, kept = dies.state(), dies.taken
-    bare.put_if_absent(log.message_name(int(dies.optimizer.replicator.round_number), "w1"), b"another object")
+    state, kept, number = dies.state(), dies.taken, int(dies.optimizer.replicator.round_number)
+    bare.put_if_absent(log.message_name(number, "w1"), b"another object")
     dies.step()
     assert dies.run.worker.startswith("w1-")
     steps(other, other)
+    name = log.message_name(number, dies.run.worker)
+    message = bare.get(name, 1 << 20)
+    other.optimizer._rounds.save()  # a checkpoint
+    if is_gone:  # as after it without `keep_log`
+        bare.delete([name])
     again = Counter(bare, 1, 0, state, dies.taken).join()
     assert again.run.sequences.unsent == 0
+    bare.put_if_absent(name, message)
     steps(again, again, again)
     _, counts = times_applied(bare, [other, again])
     assert set(counts[:kept]) == {1.0}, counts
 
 
-def test_message_of_another_worker_whose_name_is_like_a_second_one_drops_nothing():
+@pytest.mark.parametrize(("was_there", "is_gone"), [(False, False), (True, False), (True, True)])
+def test_message_of_another_worker_whose_name_is_like_a_second_one_drops_nothing(was_there, is_gone):
     bare = ObjectStore()
     other, worker = Counter(bare, 0), Counter(bare, 1)
     other.run.worker = "w1-12345678"
-    steps(other, worker, worker, worker)
-    state, kept = worker.state(), worker.taken
-    steps(other, other, other)
+    steps(*[other] * (2 if was_there else 1), worker, worker, worker)
+    state, kept, unsent = worker.state(), worker.taken, worker.run.sequences.unsent
+    steps(*[other] * 4)
+    name = log.message_name(worker.run.sent_from, other.run.worker)
+    message = bare.get(name, 1 << 20)
+    assert message is not None
+    other.optimizer._rounds.save()
+    if is_gone:
+        bare.delete([name])
     again = Counter(bare, 1, 0, state, worker.taken).join()
-    assert again.run.sequences.unsent == 1
+    assert again.run.sequences.unsent == unsent > 0
+    bare.put_if_absent(name, message)
     steps(again, again, again)
     _, counts = times_applied(bare, [other, again])
     assert set(counts[:kept]) == {1.0}, counts

@@ -153,6 +153,8 @@ class InnerOptimizers:
                 if not (is_alike and value.is_floating_point()) or value.data_ptr() == first.data_ptr():
                     continue
                 before = None if name == "p0" else (global_of or {}).get(first)  # Prodigy's only measures the way
+                if before is not None and not varies(before):  # zeros are like a moment that is not used yet
+                    before = None
                 if any(torch.equal(value, each.to(value)) for each in (first, before) if each is not None):
                     return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
         return ""

@@ -144,6 +144,7 @@ class FolderExchange(VaryingExchange):
         self._replicator: Replicator | None = None  # the one that it belongs to
         self.sent_from = 0  # as in `SavedWorker`; `OpenRound` notes it
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, as `FolderOutcome.needed`
+        self._was_taken = False  # whether something else had this worker's name in the last round
         self._overlooked_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._greeted = dict[int, str]()  # its hellos, by the round in which others wait for it
         self._said = set[str]()  # texts that are said only once
@@ -252,7 +253,9 @@ class FolderExchange(VaryingExchange):
             wanted = Record(mine, __version__, facts, [*map(list, config_facts)], groups, **self._new_run)
             log.check_races(self.store, wanted, self.together)
             start = log.checkpoint_name(wanted, 0)
-            self.wait_for(partial(self._placed, start, first()), f"{start} can be neither written nor read")
+            weights, gone = first(), f"{start} can be neither written nor read"
+            if self.wait_for(partial(self._placed, start, weights), gone) != weights:
+                raise ExchangeError(f"{start} is damaged in {self.store.address}; try again")
             log.put_record(self.store, wanted)
             record = self.wait_while_away(partial(log.read_record, self.store))
             if record.identity != mine:  # another worker was first
@@ -433,8 +436,9 @@ class FolderExchange(VaryingExchange):
         manifest, self.last = outcome.manifest, replace(outcome, result=None)  # messages may be large
         self.left_out = self.left_out + 1 if outcome.was_left_out else 0
         # Its name may be taken in one round only. Under a name that no manifest has, nobody knows what it has read.
-        if outcome.row is not None or self.left_out > 1:
-            self.worker = outcome.envelope.worker
+        was_taken, self._was_taken = self._was_taken, outcome.envelope.worker != self.worker
+        if outcome.row is not None or (was_taken and self._was_taken):
+            self.worker, self._was_taken = outcome.envelope.worker, False
         self._needed = (*self._needed[-1:], outcome.needed)
         self._overlooked_rounds = self._overlooked_rounds + 1 if outcome.overlooked else 0
         if outcome.ended == "complete":

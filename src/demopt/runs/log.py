@@ -234,7 +234,9 @@ def _name_in(messages: Mapping[str, Envelope], worker: str) -> str:
     """Returns the name that a worker's message has: its second one where something else has the first."""
     if worker in messages:
         return worker
-    return next((name for name, sent in messages.items() if has_second_name(sent, worker)), worker)
+    # After a restart in the same round it may have two such messages: the one from before has read more.
+    found = {name: sent.reads.read for name, sent in messages.items() if sent.reads and has_second_name(sent, worker)}
+    return max(found, key=found.__getitem__, default=worker)
 
 
 # Reading and writing

@@ -74,6 +74,7 @@ class RunSampler:
         self.batch = check_count("batch", batch)
         self._is_hooked = False  # see `_end`
         self._pending = 0  # batches without a step so far
+        self._reads_ahead = False  # as far as known
         self.run.sequences.total = self.sequences * check_count("epochs", epochs)
         self.run.sequences.weigh = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
 
@@ -88,7 +89,7 @@ class RunSampler:
         if not self._is_hooked:
             optimizer.register_step_post_hook(self._end)
             self._is_hooked = True
-        reads_ahead = _reads_ahead() if self.prefetches is None else self.prefetches
+        reads_ahead = self._reads_ahead = _reads_ahead() if self.prefetches is None else self.prefetches
         self._pending = given = most = 0  # batches; `most`: those asked for before the first step
         while not (run.is_over or run.leaving):
             if numbers := sequences.take(self.batch, ahead=reads_ahead):
@@ -119,7 +120,8 @@ class RunSampler:
         """After a step: if a loader has read ahead to the end, and this was its last batch, ends the run."""
         sequences = self.run.sequences
         is_of_batch, self._pending = self._pending > 0, max(0, self._pending - 1)
-        if is_of_batch and self.run.is_over and sequences.are_all_read and self.optimizer.local_steps:
+        is_after = self.run.is_over and sequences.are_all_read and self.optimizer.local_steps > 0
+        if is_of_batch and is_after and not self._reads_ahead:
             warn("this step came after the run's end, so no round has it: give RunSampler prefetches=True")
         if not sequences.is_ending or sequences.ahead:
             return

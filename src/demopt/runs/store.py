@@ -28,6 +28,7 @@ _DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have ha
 _SILENCE = 10.0  # seconds without a byte from a server, or without an end on a disk, after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
 MOST_JSON = 1 << 23  # bytes of a record or manifest
+_PAGE = "a web page came instead of the store's answer; does this network, or a proxy, want a login first?"
 RECORD = "run"  # the object that tells one run from another
 CLOUDS = ("s3", "gs", "az")
 
@@ -100,6 +101,8 @@ class ObjectStore(Store):
         found = self._found(name)
         if found is None:
             return None
+        if "text/html" in str(found.attributes.get("Content-Type", "")):  # no store gives a run's objects this type
+            raise StoreError(f"{self.address}: {_PAGE}", at_first=True)
         if found.meta["size"] > most:
             raise MessageError(f"{name} has {found.meta['size']:,} bytes, and at most {most:,} were expected")
         with told(self.address):
@@ -126,7 +129,7 @@ class ObjectStore(Store):
         with told(self.address):
             try:
                 store = self._patient(seconds) if seconds > _SILENCE else self._store
-                self._obstore.put(store, name, data, mode="create")
+                e_tag = self._obstore.put(store, name, data, mode="create")["e_tag"] or ""
             except self._obstore.exceptions.AlreadyExistsError as error:
                 if ": 412 " in str(error):
                     return False
@@ -139,7 +142,9 @@ class ObjectStore(Store):
                     self._cut[name] = min(self._cut.get(name, 0) + 1, 4)
                 raise
             self._cut.pop(name, None)
-            return True
+        if e_tag.startswith("W/") and self.get(name, len(data)) != data:  # no store's: of a page that is no error
+            raise StoreError(f"{self.address}: {_PAGE}", at_first=True)
+        return True
 
     def list(self, folder: str) -> set[str]:
         with told(self.address):

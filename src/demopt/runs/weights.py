@@ -6,6 +6,7 @@ is exact, and everybody applies the same list in the same order.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -245,7 +246,9 @@ class FolderRounds(Rounds):
         # A wish to stop may have ended the catch-up at a round whose message this worker knows.
         if self._number >= sent_from:
             sent |= {(self._number, worker) for worker in log.look(run.store, self._number).messages}
-        if any(self._is_own(*each) for each in sent):
+        # The first message under a second name proves it: from the next one on, it is this worker's first name.
+        first = {worker: number for number, worker in sorted(sent, reverse=True)}
+        if run.worker in first or any(self._is_own(number, worker) for worker, number in first.items()):
             run.say(
                 "the run has a message of this worker that its state does not know; what that has unsent is dropped"
             )
@@ -253,17 +256,20 @@ class FolderRounds(Rounds):
             run.sent_from = self._number + 1  # so that an error in the join below does not get later steps dropped
 
     def _is_own(self, number: int, worker: str) -> bool:
-        """Whether the message of round `number` under a name is this worker's, maybe under its second name."""
+        """Whether the message of round `number` is this worker's under a second name, or is gone and may be."""
         run = self.run
-        if worker == run.worker or not worker.startswith(log.second_name(run.worker, "")):
-            return worker == run.worker
+        if not re.fullmatch(re.escape(log.second_name(run.worker, "")) + "[0-9a-f]{8}", worker):
+            return False
+        before = run.manifest(number - 1) if number else None
+        if before is not None and worker in before.members:  # a second name is new
+            return False
         name, most = log.message_name(number, worker), self.replicator.wiring().route.widths[0] + log.MOST_ENVELOPE
         parse = partial(log.read_message, name, run=run.record.identity, number=number, worker=worker)
         try:
             sent = log.read(run.store, name, most, parse)
         except MessageError:  # it may be a stranger's
             return False
-        return sent is not None and log.has_second_name(sent, run.worker)
+        return sent is None or log.has_second_name(sent, run.worker)
 
     @uninterrupted()
     def _drop_unsent(self) -> None:
