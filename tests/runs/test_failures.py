@@ -206,6 +206,8 @@ def test_page_of_a_network_that_wants_a_login_is_no_object_and_puts_nothing(monk
         assert patient.put_if_absent("a", b"y") or objects["run/a"] == b"y"
         assert objects["run/a"] == b"y"
         assert any("web page" in text for text in told_by)
+        objects["run/run"] = b"<!DOCTYPE html>" + bytes(range(128, 160))  # as the beginning of a keyed object may be
+        assert store.get("run", 99) == objects["run/run"]
 
 
 def test_body_that_a_connection_cuts_is_named(monkeypatch):
