@@ -248,6 +248,11 @@ def test_name_that_no_list_can_hold_is_named(name, monkeypatch):
         check("impossible name", lambda: open_store("s3://bucket/run").list("rounds/1"), cause)
 
 
+def test_cause_without_words_is_told_without_brackets():
+    with pytest.raises(StoreError, match=r"^here: it failed$"), told("here"):
+        raise OSError
+
+
 def test_error_of_the_code_itself_is_no_failure_of_the_store():
     with pytest.raises(ZeroDivisionError), told("x"):
         raise ZeroDivisionError

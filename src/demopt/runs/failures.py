@@ -119,8 +119,8 @@ def told(address: str) -> Iterator[None]:
         if not (isinstance(error, OSError) or type(error).__module__.startswith("obstore")):
             raise
         row = next(row for row in TABLE if re.search(row.sign, _signs(error)))
-        cause = "" if row.told == CREDENTIALS else f" ({_cause(error)})"
-        text = f"{address}: {row.told}{cause}"
+        cause = "" if row.told == CREDENTIALS else _cause(error)
+        text = f"{address}: {row.told}" + f" ({cause})" * bool(cause)
         if row.when is NEVER:
             raise ExchangeError(text) from error
         raise StoreError(text, at_first=row.when is SETTINGS) from error
